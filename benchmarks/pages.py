@@ -146,8 +146,8 @@ def ahead(found: Figures, ours: Sequence[str] = OURS) -> str:
                 ratio = found[case, provider] / found[case, name]
                 if ratio < 1:
                     faster.append(f"{heading}, {ratio:.2f} of our time for {case} in {precision}")
-    rows = f"{len({case for case, name in found if name in ours})} rows, TF32 and bfloat16"
-    return f"Faster than ours in {rows}: {'; '.join(faster) or 'none'}."
+    rows = len({case for case, name in found if name in ours})
+    return f"In {rows} rows (TF32, bfloat16), faster than ours: {'; '.join(faster) or 'none'}."
 
 
 # Whole agents.
@@ -193,8 +193,8 @@ def claim() -> str:
         f"**purejaxrl's PPO on CartPole trains {times(min(swapped))} to {times(max(swapped))} times as fast** on an "
         f"{gpu('scripts')} with `ScannedRNN` imported from here; in Craftax, where the environment takes the time, "
         f"{times(craftax)} times. In the PPO of our example, on CartPole without velocities, {ours.seeds} seeds under "
-        f"`vmap` make {speed(ours.value)} steps/s{where}, with Flax's GRU {speed(flax.value)}; mean returns, at most "
-        f"1, with 95 % intervals: {final_return(ours)} and {final_return(flax)}."
+        f"`vmap` run {speed(ours.value)} steps/s{where}, and {speed(flax.value)} with Flax's GRU; mean returns, of at "
+        f"most 1, with 95 % intervals: {final_return(ours)} and {final_return(flax)}."
     )
 
 
@@ -300,7 +300,7 @@ def few_sequences() -> str:
     )
     return prose(
         f"For 1 to 64 sequences of 128 steps and 128 units, cuDNN takes {plain} times our time without any reset, and "
-        f"{packed} times with its episodes packed."
+        f"{packed} times with its episodes packed. These ratios are those of suite `small`, a run of its own."
     )
 
 
@@ -477,9 +477,9 @@ def torch_modules() -> str:
     ]
     host = {name: number(value / 1e3) for (_, name), value in figures("torch-step").items()}
     sentences = [
-        f"An eager call of one step without gradients takes the host {host['torch_bridge']} ms, compiled "
-        f"{host['torch_bridge-compiled']} ms and captured {host['torch_bridge-cudagraphs']} ms. `torch.nn.GRUCell` "
-        f"with a reset takes {host['torch-cell']} ms, and cuDNN's module {host['torch-cudnn']} ms.",
+        f"A call of one step without gradients takes the host {host['torch_bridge']} ms, with `torch.compile` "
+        f"{host['torch_bridge-compiled']} ms, and in a CUDA graph {host['torch_bridge-cudagraphs']} ms. "
+        f"`torch.nn.GRUCell` with a reset takes {host['torch-cell']} ms, and cuDNN's module {host['torch-cudnn']} ms.",
         measured_on("torch"),
     ]
     return together(table(("B, T, H", *columns), rows), prose(*sentences))

@@ -1,6 +1,7 @@
 """The recurrent module of each code base, in our words: the same names, keyword names, defaults and results.
 
-`COMMITS` names the upstream commit that each one was written after. Change both together, and `docs/codebases.md`.
+`COMMITS` names the upstream commit that each one was written after, and its date. Change both together, and the dates
+in `docs/codebases.md`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import jax
 import jax.numpy as jnp
 
 COMMITS = {
-    "purejaxrl": "31756b1",
-    "popjaxrl": "12e5d42",
-    "JaxMARL": "c793d09",
-    "Craftax_Baselines": "7ce36fa",
-    "Kinetix": "fac7449",
-    "purejaxql": "47af6d7",
-    "Stoix": "8fff19c",
-    "Mava": "57c8e64",
-    "jaxued": "0f8f128",
-    "memorax": "8ded8fc",
-    "xland-minigrid": "0d306d1",
+    "purejaxrl": ("31756b1", "2024-09-09"),
+    "popjaxrl": ("12e5d42", "2023-12-05"),
+    "JaxMARL": ("c793d09", "2026-07-21"),
+    "Craftax_Baselines": ("7ce36fa", "2026-06-16"),
+    "Kinetix": ("fac7449", "2025-10-04"),
+    "purejaxql": ("47af6d7", "2025-11-12"),
+    "Stoix": ("8fff19c", "2026-03-18"),
+    "Mava": ("57c8e64", "2024-10-21"),
+    "jaxued": ("0f8f128", "2025-09-09"),
+    "memorax": ("8ded8fc", "2026-05-04"),
+    "xland-minigrid": ("0d306d1", "2025-12-16"),
 }
 
 STOIX_CELLS = {
