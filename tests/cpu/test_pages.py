@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PAGES = [
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "tests/README.md", "benchmarks/README.md",
-    "benchmarks/NOTES.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 ]  # fmt: skip
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 FOR_USERS = [page for page in PAGES if page == "README.md" or page.startswith("docs/")]

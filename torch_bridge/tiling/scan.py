@@ -16,7 +16,7 @@ from torch_bridge.tiling.problem import Problem, cost_key, product_kind
 # - per 1e8 multiply-adds of one gate, N * H^2;
 # - per 1e6 weights of one gate, H^2, only if each model has one sequence, so that products are matrix-vector products.
 # Fitted to 180 timings of `lax.scan` on an H200 (jax 0.11.2) with 1 to 4096 sequences and 256 to 1024 units. The fit is
-# within 22 %, mostly within 10 %. Since then, up to 16 % were taken off the time of a scan (see benchmarks/NOTES.md).
+# within 22 %, mostly within 10 %. Four steps per iteration take up to 16 % less (docs/design/wide_states.md).
 SCAN_STEP_COST = {
     ("gru", "tf32", "fwd"): (10.0, 8.9, 3.6, 0.92, 1.1),
     ("gru", "tf32", "bwd"): (7.3, 13.0, 3.3, 0.69, 9.5),

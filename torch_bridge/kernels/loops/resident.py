@@ -15,7 +15,7 @@ while a product runs: in the backward pass the product of the same step, in the 
 Tiles of one, two and four sequences leave every other column of a product empty. There, a select with a constant
 condition makes states and their gradients zeros, so that the compiler leaves out what a thread would compute for such a
 column. In the forward pass of four gates, zeros are used only where that was measured to be faster (ZEROS): see
-`benchmarks/NOTES.md`.
+`docs/design/time_loops.md`.
 
 The reset states of each step are loaded two steps early, where registers can hold them (EARLY). In TF32, the scale
 after a reset needs their maximum over the units of all warps. The warps exchange it through shared memory, at the
