@@ -24,6 +24,7 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
+import ptx_hashes
 import pytest
 import quick
 from accelerator import nvidia_gpus
@@ -44,6 +45,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true",
         help="compile_only: compile all configurations for every GPU, not only a part for GPUs that differ little",
+    )  # fmt: skip
+    parser.addoption(
+        "--ptx-hashes", type=Path, metavar="FILE",
+        help="compile_only: write a hash of the PTX of every kernel that the tests compile to this file",
     )  # fmt: skip
 
 
@@ -91,6 +96,10 @@ def pytest_configure(config: pytest.Config) -> None:
         left_out |= {"agents"}
     if not all(importlib.util.find_spec(name) for name in CHECKERS):
         left_out |= {"types"}
+    if config.option.ptx_hashes is not None:
+        if "compile_only" in left_out:
+            raise pytest.UsageError("--ptx-hashes needs compiled kernels: add -m compile_only, unset TRITON_INTERPRET")
+        config.pluginmanager.register(ptx_hashes.PTXHashes(config.option.ptx_hashes))
 
     # Workers share the machine, so none may preallocate the GPU's memory or use every core. OMP_NUM_THREADS must be set
     # before they start: NumPy reads it only on import, and a pytest plugin may import NumPy before a worker reads this

@@ -12,6 +12,7 @@ from typing import Any
 
 import cubins
 import pytest
+from ptx_hashes import without_lines
 
 from benchmarks.problems import KINDS, make_problem
 from jaxrnn.kernel_vjp import spec
@@ -437,7 +438,7 @@ def test_ptx_equals_that_of_another_target(target, whole):
             continue
         ours, theirs = compile(device.capability), compile(source)
         alike = theirs.metadata.shared == ours.metadata.shared
-        alike &= retarget(without_lines(theirs), device.capability) == without_lines(ours)
+        alike &= retarget(without_lines(theirs.asm["ptx"]), device.capability) == without_lines(ours.asm["ptx"])
         same += alike
         bad += [] if alike else [name]
     assert same and not bad, "\n".join(bad)
@@ -446,12 +447,6 @@ def test_ptx_equals_that_of_another_target(target, whole):
 def of_call(kernel: Any) -> Callable[[int], Any]:
     """Returns a function that compiles one kernel of a launch for a capability."""
     return lambda capability: kernel.compile(capability)
-
-
-def without_lines(compiled: Any) -> str:
-    """Returns PTX without the files and lines of the source, which differ if Triton's cache has another checkout's."""
-    code = re.sub(r"(?ms)^\s*\.section\s+\.debug_\w+\s*\{.*?^\s*\}", "", compiled.asm["ptx"])
-    return re.sub(r"(?m)^\s*\.(file|loc)\s.*$|\s*//.*$", "", code)
 
 
 def retarget(ptx: str, capability: int) -> str:
