@@ -21,6 +21,8 @@ compiles, `compiled` or `gpu`. What files share is beside the folders.
 import gc
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -121,6 +123,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if (config.option.part, config.option.markexpr) == ("quick", "compile_only"):
         folders |= {"cpu", "gpu", "interpreted"}
     return True if any(collection_path.is_relative_to(TESTS / name) for name in folders) else None
+
+
+@pytest.fixture(autouse=True)
+def matmuls_have_their_default_precision() -> Iterator[None]:
+    """Undoes what a test, or what it runs, sets for PyTorch's float32 products, which holds for the whole process."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 @pytest.fixture(scope="session", autouse=True)

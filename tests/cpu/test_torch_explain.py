@@ -35,10 +35,7 @@ def h200(monkeypatch):
 
 @pytest.fixture
 def tf32():
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture

@@ -141,10 +141,8 @@ ALL_SIZES = {letter: torch.export.Dim(letter, min=2, max=64) for letter in "tbdh
 @pytest.fixture(params=["ieee", "tf32"])
 def setting(request):
     """Sets PyTorch's precision of float32 matmuls on GPUs."""
-    before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = request.param
-    yield request.param
-    torch.backends.cuda.matmul.fp32_precision = before
+    return request.param
 
 
 @either_mode

@@ -503,17 +503,8 @@ def test_compiled_call_is_one_graph_for_any_length_and_batch(cell):
         close(compiled(*args), loss(cell, *args))
 
 
-@pytest.fixture
-def matmul():
-    """Yields the settings of matmuls, and restores them after the test."""
+def set_precision(way, wanted):
     settings = torch.backends.cuda.matmul
-    before = settings.fp32_precision
-    yield settings
-    torch.set_float32_matmul_precision("highest")
-    settings.fp32_precision = before
-
-
-def set_precision(settings, way, wanted):
     if way == "allow_tf32":
         settings.allow_tf32 = wanted == "tf32"
     elif way == "fp32_precision":
@@ -524,7 +515,7 @@ def set_precision(settings, way, wanted):
 
 @pytest.mark.parametrize("way", ["fp32_precision", "allow_tf32", "set_float32_matmul_precision"])
 @every_operator
-def test_precision_follows_torch_in_compiled_code_too(cell, way, matmul):
+def test_precision_follows_torch_in_compiled_code_too(cell, way):
     def operands(*args):
         return call(cell, *args)[0]
 
@@ -532,14 +523,14 @@ def test_precision_follows_torch_in_compiled_code_too(cell, way, matmul):
     compiled = torch.compile(operands, backend=counting(graphs), fullgraph=True)
     args = weights(cell, hidden=40)
     for setting, wanted in (("ieee", "tf32x3"), ("tf32", "tf32")):
-        set_precision(matmul, way, setting)
+        set_precision(way, setting)
         compiled(*args)
         (found,) = (n.args for n in graphs[-1].graph.nodes if str(n.target) == f"torch_bridge.{cell}.default")
         assert [x for x in found if str(x).startswith("tf32")] == [wanted]
         assert rnn_ops.kernel_precision(None, 40) == wanted
         assert rnn_ops.kernel_precision(None, 32) == "tf32x3"
         assert [rnn_ops.kernel_precision(name, 32) for name in ("tf32", "tf32x3")] == ["tf32", "tf32x3"]
-    set_precision(matmul, way, "ieee")
+    set_precision(way, "ieee")
     assert len(graphs) == 2
 
 

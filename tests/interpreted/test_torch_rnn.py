@@ -205,17 +205,14 @@ def test_kernels_are_as_accurate_as_pytorchs_operations(cell, case):
     given[0] = {name: x if x is None else x.to(dtype) for name, x in given[0].items()}
     options = {"reverse": False, "batch_first": False}
     want = with_gradients(functools.partial(looped, cell, **options), given, cotangents, torch.float64)
-    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, precision == "tf32"
-    try:
-        got, again, own = (
-            with_gradients(
-                functools.partial(FUNCTIONS[cell], precision=precision, implementation=name),
-                given, cotangents, dtype, "cuda",
-            )
-            for name in ("triton", "triton", "torch")
-        )  # fmt: skip
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    got, again, own = (
+        with_gradients(
+            functools.partial(FUNCTIONS[cell], precision=precision, implementation=name),
+            given, cotangents, dtype, "cuda",
+        )
+        for name in ("triton", "triton", "torch")
+    )  # fmt: skip
     floor = 2.0**-10 if precision == "tf32" else 2.0**-20
 
     def bound(name):
