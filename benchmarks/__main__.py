@@ -32,6 +32,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.results import RESULTS
 from benchmarks.settings import Settings
 from torch_bridge.tiling.devices import PROFILES
 
@@ -46,7 +47,6 @@ SUITES = (
 )  # fmt: skip
 # The actions on existing results, with the options that each accepts; measuring accepts all options.
 VIEWS = {"show": ("out", "profile"), "plot": ("out", "profile"), "pages": ()}
-RESULTS = Path(__file__).parent / "results"
 # The end of the names of the folders that are shown if there are several: the machine of README.md.
 REFERENCE = "nvidia-h200"
 

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import machine
-from benchmarks.results import AgentRow, Report
+from benchmarks.results import RESULTS, AgentRow, Report
 from benchmarks.suites import PPO_IMPLEMENTATIONS, load_example, mean_and_interval, with_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def take(paths: Iterable[Path], results: Path = RESULTS) -> Path:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from benchmarks import cases, norms
 from benchmarks.oracle import tolerance
 from benchmarks.report import number, times, versions
-from benchmarks.results import AgentRow, Report, Row
+from benchmarks.results import RESULTS, AgentRow, Report, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     Figures = dict[tuple[str, str], float]  # by case and provider
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/pytorch.md", "site/home.md"))
 # The folders of the results that the pages show, and those of this repository's agents among them.
 DEVICE, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"
@@ -62,7 +61,7 @@ def written(text: str) -> str:
     return _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]]()}\n{block[3]}", text)
 
 
-# What blocks are made of.
+# Parts of the blocks.
 
 
 @functools.cache
@@ -178,7 +177,7 @@ def final_return(row: AgentRow) -> str:
 
 
 def claim() -> str:
-    """What the import swap brings in a whole agent."""
+    """Returns a sentence with the speed-up of whole agents by the import swap, and their returns."""
     found = figures("scripts")
     ratios = {case: value / found[case, "flax"] for (case, name), value in found.items() if name == "jaxrnn"}
     swapped = [ratio for case, ratio in ratios.items() if case.startswith("purejaxrl")]

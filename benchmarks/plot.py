@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 # Color, marker and legend of the providers in figures, all of which use TF32. The colors are those of a theme.
 STYLES = {
@@ -94,6 +95,13 @@ def _figure(report: Report, height: float) -> Figure:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     figure.supxlabel(versions(report), fontsize=6.5, alpha=0.7)
     return figure
+
+
+def _label(axis: Axis, form: str) -> None:
+    """Labels 1, 2 and 5 times each power of ten on a logarithmic axis."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(form)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _values(report: Report) -> dict[tuple[str, str], float]:
@@ -211,9 +219,7 @@ def headline(report: Report) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="both")
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}x")
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    _label(axes.xaxis, "{x:g}x")
     axes.set_xlabel("time divided by that of jaxrnn, which is in brackets (log scale; right is slower)")
     axes.set_title("Forward and backward with every gradient, TF32; rows are B, T, H")
     figure.legend(loc="outside upper center", ncols=len(shown), fontsize=8, columnspacing=1, handletextpad=0.1)
@@ -227,9 +233,7 @@ def small(report: Report) -> Figure:
     axes.set_title("GRU, T=128, H=128: forward and backward with every gradient, TF32")
     axes.grid(axis="y")
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _label(axes.yaxis, "{x:g}")
     axes.set_ylabel("milliseconds (log scale; lower is better)")
     values = _values(report)
     chosen = [case for case in cases.SMALL if (case.T, case.H) == (128, 128) and not case.reset_state]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from pathlib import Path
+RESULTS = Path(__file__).parent / "results"  # a folder for each machine
 
 Status = Literal["measured", "unavailable", "unsupported", "unfinished", "skipped", "wrong", "failed"]
 Unit = Literal["ms", "us", "s", "GB", "steps/s", "of copy"]

@@ -36,9 +36,8 @@ from jaxrnn.modules.checks import (
 )
 from jaxrnn.modules.norms import check_norm_options, normalize, option_of_flax, run_flax
 from jaxrnn.modules.reasons import (
-    reason_for_complex,
     reason_to_scan_gates,
-    reason_to_scan_unknown,
+    reason_to_scan_options,
     reason_to_scan_unlisted,
 )
 from jaxrnn.modules.recurrence import Recurrence, cast, check_carry, check_structure, run, state_names
@@ -88,9 +87,8 @@ __all__ = [
     "one_or_tuple",
     "option_of_flax",
     "prepare_loop",
-    "reason_for_complex",
     "reason_to_scan_gates",
-    "reason_to_scan_unknown",
+    "reason_to_scan_options",
     "reason_to_scan_unlisted",
     "run",
     "run_flax",

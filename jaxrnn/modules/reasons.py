@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -57,7 +57,26 @@ _OPTIONS = frozenset(
 )  # fmt: skip
 
 
-def reason_to_scan_unknown(cell: Any, defaults: Mapping[str, Any]) -> str | None:
+def reason_to_scan_options(
+    cell: Any, replaced: Iterable[type], defaults_of: Callable[[Any], Mapping[str, Any]], arrays: Any
+) -> str | None:
+    """Returns why a cell cannot be fused because of its options, or of complex numbers, or None.
+
+    Args:
+      cell: the cell.
+      replaced: the classes of Flax that have a fused replacement; those of them that the cell is of are asked.
+      defaults_of: returns the options of a class, with their defaults.
+      arrays: the carry and the inputs.
+    """
+    for of_flax in replaced:
+        if isinstance(cell, of_flax):
+            reason = _unknown_option(cell, defaults_of(of_flax)) or reason_for_complex(cell, arrays)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _unknown_option(cell: Any, defaults: Mapping[str, Any]) -> str | None:
     """Returns the reason if a Flax cell has an option that `jaxrnn` does not know, or None.
 
     `defaults` are the options of the class with their defaults. Every value but the default may change the result.

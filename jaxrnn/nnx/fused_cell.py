@@ -250,12 +250,8 @@ def reason_to_scan(cell: Any, arrays: Any = None) -> str | None:
     if type(cell) not in cells.ENTRY_OF:
         return modules.reason_to_scan_unlisted(cell, cells.REPLACED)
     entry = entry_of(cell)
-    reasons = (
-        modules.reason_to_scan_unknown(cell, _defaults(of_flax)) or modules.reason_for_complex(cell, arrays)
-        for of_flax in cells.REPLACED
-        if isinstance(cell, of_flax)
-    )
-    if (reason := next(filter(None, reasons), None) or entry.reason_to_scan(cell)) is not None:
+    reason = modules.reason_to_scan_options(cell, cells.REPLACED, _defaults, arrays) or entry.reason_to_scan(cell)
+    if reason is not None:
         return reason
     if getattr(cell, "promote_dtype", dtypes.promote_dtype) is not dtypes.promote_dtype:
         return "a cell with its own promote_dtype"

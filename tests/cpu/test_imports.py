@@ -143,7 +143,7 @@ assert {{getattr(torch.ops.torch_bridge, name) for name in {list(CELLS)!r}}} <= 
 
 
 def test_registration_knows_the_parts_of_the_operators_that_import_pytorch():
-    """Where one of these is imported first, and imports PyTorch, nothing can be registered at that time."""
+    """The operators import these modules, so nothing is registered while one of them imports PyTorch."""
     from torch_bridge import registration
 
     def imported_at_once(module):

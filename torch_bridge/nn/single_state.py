@@ -19,7 +19,7 @@ class SingleStateModule(RecurrentModule):
     def __init_subclass__(cls, **options: Any) -> None:
         """Gives a module a `forward` of its own name, which Python's errors for wrong arguments contain."""
         super().__init_subclass__(**options)
-        if SingleStateModule in cls.__bases__:
+        if SingleStateModule in cls.__bases__ and "forward" not in vars(cls):
             inherited: Any = SingleStateModule.forward
             own: Any = types.FunctionType(inherited.__code__, inherited.__globals__, argdefs=inherited.__defaults__)
             own.__kwdefaults__, own.__annotations__ = inherited.__kwdefaults__, inherited.__annotations__

@@ -33,10 +33,9 @@ def reason_to_scan(cell: nn.RNNCellBase, arrays: Any = None) -> str | None:
     """Returns why `cell` has to run under `nn.scan` on carry and inputs `arrays`, or None if it can be fused."""
     if (entry := _ENTRY_OF.get(type(cell))) is None:
         return modules.reason_to_scan_unlisted(cell, REPLACEMENTS)
-    reasons = (
-        modules.reason_to_scan_unknown(cell, {field.name: field.default for field in dataclasses.fields(of_flax)})
-        or modules.reason_for_complex(cell, arrays)
-        for of_flax in REPLACEMENTS
-        if isinstance(cell, of_flax)
-    )
-    return next(filter(None, reasons), None) or entry.reason_to_scan(cell)
+    return modules.reason_to_scan_options(cell, REPLACEMENTS, _defaults, arrays) or entry.reason_to_scan(cell)
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Returns the options of a class, with their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(cls)}
