@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 from command_line import announce, parse, run_all, show, table, whole_number, write_json
 from jax import Array
@@ -488,39 +489,45 @@ def smoothed(values: np.ndarray, width: int) -> np.ndarray:
     return np.stack([mean(values[:, max(i - width, 0) : i].T) for i in range(1, values.shape[1] + 1)], axis=1)
 
 
+DARK = dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], "#d0d7de")
+
+
 def panels(count: int, title: str, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
     """Returns a figure of some panels side by side."""
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
     axes = list(figure.subplots(1, count, squeeze=False)[0])
     for panel in axes:
+        panel.set_facecolor("none")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def plot(runs: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+def plot(runs: Sequence[Mapping[str, Any]], title: str, path: Path, dark: bool = False) -> None:
     """Draws the learning curves of runs, in the form of `Result.to_json`, over env steps and over seconds.
 
-    A line is the mean over the seeds, and the area around it the 95 % interval of that mean.
+    A line is the mean over the seeds, and the area around it the 95 % interval of that mean. With `dark`, the figure is
+    for a dark page, and transparent.
     """
-    figure, (over_steps, over_seconds) = panels(2, title, (9, 3.8))
-    for run in runs:
-        curves = np.array(run["curve"]["return"], float)
-        curves = smoothed(curves, max(curves.shape[1] // 40, 1))
-        name, color = LABELS[run["implementation"]]
-        # The curves of implementations coincide until rounding separates them: dashes show the one below.
-        style = {"linewidth": 2, "linestyle": "-" if color == LABELS["auto"][1] else (0, (4, 1.5))}
-        style["label"] = f"{name}: {run['steps_per_second']:,.0f} steps/s"
-        for panel, x in (over_steps, run["curve"]["steps"]), (over_seconds, run["curve"]["seconds"]):
-            panel.plot(x, mean(curves), color=color, **style)
-            if len(curves) > 1:
-                panel.fill_between(x, *interval(curves), color=color, alpha=0.2, linewidth=0)
-    over_steps.set(xlabel="environment steps of an agent", ylabel="mean return (higher is better)", xlim=(0, None))
-    over_steps.xaxis.set_major_formatter(EngFormatter())
-    over_seconds.set(xlabel="seconds of training, without compilation", xlim=(0, None))
-    figure.legend(*over_steps.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=150)
+    with matplotlib.rc_context(DARK if dark else {}):
+        figure, (over_steps, over_seconds) = panels(2, title, (9, 3.8))
+        for run in runs:
+            curves = np.array(run["curve"]["return"], float)
+            curves = smoothed(curves, max(curves.shape[1] // 40, 1))
+            name, color = LABELS[run["implementation"]]
+            # The curves of implementations coincide until rounding separates them: dashes show the one below.
+            style = {"linewidth": 2, "linestyle": "-" if color == LABELS["auto"][1] else (0, (4, 1.5))}
+            style["label"] = f"{name}: {run['steps_per_second']:,.0f} steps/s"
+            for panel, x in (over_steps, run["curve"]["steps"]), (over_seconds, run["curve"]["seconds"]):
+                panel.plot(x, mean(curves), color=color, **style)
+                if len(curves) > 1:
+                    panel.fill_between(x, *interval(curves), color=color, alpha=0.2, linewidth=0)
+        over_steps.set(xlabel="environment steps of an agent", ylabel="mean return (higher is better)", xlim=(0, None))
+        over_steps.xaxis.set_major_formatter(EngFormatter())
+        over_seconds.set(xlabel="seconds of training, without compilation", xlim=(0, None))
+        figure.legend(*over_steps.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=2)
+        figure.savefig(path, dpi=150, transparent=dark)
 
 
 # The help texts of the options that every agent has.
