@@ -1,6 +1,7 @@
 """Every error message that `docs/troubleshooting.md` quotes is raised by a call of a user, and has a test here."""
 
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -40,6 +41,18 @@ def device(*arguments, **options):
 def no_triton(monkeypatch):
     without_package(monkeypatch, "triton")
     gru()
+
+
+def older_triton(monkeypatch):
+    """Imports the kernels with a Triton that has no Gluon."""
+    from jaxrnn._bridge import availability
+
+    monkeypatch.setitem(sys.modules, "torch_bridge.gpu", None)
+    availability._import_fails.cache_clear()
+    try:
+        gru()
+    finally:
+        availability._import_fails.cache_clear()
 
 
 def callback_without_torch(monkeypatch):
@@ -121,6 +134,7 @@ def forward_mode(monkeypatch):
 
 REFUSED = {
     "needs triton, which is not installed": no_triton,
+    "needs Triton 3.6 or newer, but with the installed version its import fails": older_triton,
     "needs torch, which is not installed, because kernels are launched by a callback": callback_without_torch,
     'needs an NVIDIA GPU, but JAX computes on "cpu"': no_gpu,
     "needs a torch built for CUDA": torch_without_cuda,
