@@ -45,8 +45,10 @@ def no_triton(monkeypatch):
 
 def older_triton(monkeypatch):
     """Imports the kernels with a Triton that has no Gluon."""
+    import torch_bridge
     from jaxrnn._bridge import availability
 
+    monkeypatch.delattr(torch_bridge, "gpu", raising=False)  # `from torch_bridge import gpu` finds it first
     monkeypatch.setitem(sys.modules, "torch_bridge.gpu", None)
     availability._import_fails.cache_clear()
     try:
