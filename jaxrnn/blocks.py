@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxrnn import sharding
+
 if TYPE_CHECKING:
     from jax import Array
 
+    from jaxrnn.call import Call
     from jaxrnn.cells import Cell
 
 
@@ -35,29 +38,28 @@ def merge(x: Array) -> Array:
     return by_unit.reshape(*by_unit.shape[:-2], -1)
 
 
-def run_blocks(cell: Cell, call: Callable[[Any, Any, Any], Any], params: Any, carry: Any, reset_state: Any) -> Any:
-    """Runs the blocks of a recurrence as the models of a `jax.vmap`.
+def run_blocks(cell: Cell, run: Callable[[Call], Any], call: Call) -> Any:
+    """Runs the blocks of a recurrence, of one direction or both, as the models of a `jax.vmap`.
 
     Args:
       cell: the cell.
-      call: maps weights, carry and reset state of one block to arrays, each with the units on the last axis.
-      params: the weights, or a tuple of those of each direction, whose recurrent weights are blocks.
-      carry: the carry, or a tuple of those of each direction.
-      reset_state: a reset state, or a tuple of those of each direction, or None.
+      run: maps the call of one block to arrays, each with the units on the last axis.
+      call: the call whose recurrent weights are blocks.
 
     Returns:
-      What `call` returns for all units.
+      What `run` returns for all units.
     """
     is_params = lambda x: isinstance(x, cell.params)  # noqa: E731
+    params = sharding.replicate(call.params)
     blocks = jax.tree.leaves(params, is_leaf=is_params)[0].w_hh.shape[0]
 
     def split_params(weights: Any) -> Any:
-        halves = {"w_hh": weights.w_hh, "w_ih": split(weights.w_ih, blocks, cell.gates)}
-        halves[cell.bias] = split(getattr(weights, cell.bias), blocks, cell.gates)
+        parts = {"w_hh": weights.w_hh, "w_ih": split(weights.w_ih, blocks, cell.gates)}
+        parts[cell.bias] = split(getattr(weights, cell.bias), blocks, cell.gates)
         if cell.last_gate_separate:
-            halves["b_hn"] = split(weights.b_hn, blocks)
-        return weights._replace(**halves)
+            parts["b_hn"] = split(weights.b_hn, blocks)
+        return weights._replace(**parts)
 
-    by_block = jax.tree.map(split_params, params, is_leaf=is_params)
-    carry, reset_state = jax.tree.map(lambda x: split(x, blocks), (carry, reset_state))
-    return jax.tree.map(merge, jax.vmap(call)(by_block, carry, reset_state))
+    by_block = jax.tree.map(lambda x: split(x, blocks), {"states": call.states, "reset_states": call.reset_states})
+    by_block["params"] = jax.tree.map(split_params, params, is_leaf=is_params)
+    return jax.tree.map(merge, jax.vmap(lambda block: run(call._replace(**block)))(by_block))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax import Array
 
 from jaxrnn import _bridge, kernel_vjp, scan, sharding
 from jaxrnn.blocks import has_blocks, run_blocks
+from jaxrnn.call import Call, RecurrenceSpec
 from jaxrnn.cells import Cell
 from jaxrnn.checks import (
     Caller,
@@ -75,38 +77,9 @@ def run(
     )
     check_options(implementation, precision, caller)
     check_arguments(cell, params, carry, xs, resets, reset_state, time_major, caller)
-    if has_blocks(params):
-
-        def run_block(params: Any, carry: Any, reset_state: Any) -> Any:
-            return run(
-                cell, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
-                return_states=return_states, precision=precision, remat=remat, implementation=implementation,
-                caller=caller,
-            )  # fmt: skip
-
-        results: tuple[Any, tuple[Array, ...]] = run_blocks(
-            cell, run_block, sharding.replicate(params), carry, reset_state
-        )
-        return results
     states, reset_states = split_carry(cell, "carry", carry), _split_reset_state(cell, reset_state)
-    params, states, xs, resets, reset_states = jax.tree.map(jnp.asarray, (params, states, xs, resets, reset_states))
-    params = _prepare(cell, params)
-    returned = cell.states if return_states else cell.states[:1]
-    choice = _choose(cell, implementation, precision, time_major, states, xs, params, caller)
-
-    def compute(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any) -> Any:
-        if choice.implementation == "triton":
-            return kernel_vjp.run_kernels(
-                cell, params, states, xs, resets, reset_states, reverse, time_major, precision, remat, returned,
-                may_use_xla=choice.may_use_xla,
-            )  # fmt: skip
-        return _xla(
-            cell, remat, params, states, xs, resets, reset_states, reverse=reverse, time_major=time_major,
-            precision=precision, returned=returned,
-        )  # fmt: skip
-
-    # `mark` makes the call visible to `jaxrnn.explain`, and else returns `compute`
-    last, sequences = choice.mark(compute)(params, states, xs, resets, reset_states)
+    spec = RecurrenceSpec(cell, reverse, time_major, precision, remat, _returned(cell, return_states))
+    last, sequences = _run(spec, Call(params, states, xs, resets, reset_states), implementation, caller)
     return join_carry(last), sequences
 
 
@@ -166,80 +139,70 @@ def run_bidirectional(
     for params_, carry_, resets_, state in directions:
         check_arguments(cell, params_, carry_, xs, resets_, state, time_major, caller)
     check_same_types(directions)
-    if has_blocks(params[0]):
-
-        def run_block(params: Any, carry: Any, reset_state: Any) -> Any:
-            return run_bidirectional(
-                cell, params, carry, xs, resets=resets, reset_state=reset_state, time_major=time_major,
-                return_states=return_states, precision=precision, remat=remat, implementation=implementation,
-                caller=caller,
-            )  # fmt: skip
-
-        results: tuple[Any, Any] = run_blocks(cell, run_block, sharding.replicate(params), carry, reset_state)
-        return results
-    directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
-    params = tuple(_prepare(cell, one) for one in params)
-    states = tuple(split_carry(cell, "carry", one) for one in carry)
-    reset_states = tuple(_split_reset_state(cell, one) for one in reset_state)
-    returned = cell.states if return_states else cell.states[:1]
-    choice = _choose(cell, implementation, precision, time_major, states[0], xs, params[0], caller, directions=2)
-
-    def compute(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any) -> Any:
-        if choice.implementation == "triton":
-            return kernel_vjp.run_kernels(
-                cell, params, states, xs, resets, reset_states, "bidirectional", time_major, precision, remat, returned,
-                may_use_xla=choice.may_use_xla,
-            )  # fmt: skip
-        directions = zip(params, states, resets, reset_states, (False, True), strict=True)
-        return [
-            _xla(
-                cell, remat, of_params, of_states, xs, of_resets, of_reset_states, reverse=reverse,
-                time_major=time_major, precision=precision, returned=returned,
-            )
-            for of_params, of_states, of_resets, of_reset_states, reverse in directions
-        ]  # fmt: skip
-
-    both = choice.mark(compute)(params, states, xs, resets, reset_states)
+    states = tuple(split_carry(cell, "carry", x) for x in carry)
+    reset_states = tuple(_split_reset_state(cell, x) for x in reset_state)
+    spec = RecurrenceSpec(cell, "bidirectional", time_major, precision, remat, _returned(cell, return_states))
+    both = _run(spec, Call(params, states, xs, resets, reset_states), implementation, caller)
     forward, backward = ((join_carry(last), sequences) for last, sequences in both)
     return forward, backward
 
 
+def _returned(cell: Cell, return_states: bool) -> tuple[str, ...]:
+    return cell.states if return_states else cell.states[:1]
+
+
+def _run(spec: RecurrenceSpec, call: Call, implementation: Implementation, caller: Caller) -> Any:
+    """Runs a call whose arguments are valid.
+
+    Returns:
+      The last states, and the sequences of the states that `spec.returned` names, in the order of `cell.states`; for
+      both directions a pair of these.
+    """
+    call = jax.tree.map(jnp.asarray, call)
+    both, cell = spec.reverse == "bidirectional", spec.cell
+    if has_blocks(call.params[0] if both else call.params):
+        return run_blocks(cell, lambda block: _run(spec, block, implementation, caller), call)
+    if cell.prepare is not None:
+        prepare = functools.partial(_prepare, cell)
+        call = call._replace(params=tuple(map(prepare, call.params)) if both else prepare(call.params))
+    choice = _choose(spec, call, implementation, caller)
+
+    def compute(call: Call) -> Any:
+        if choice.implementation == "triton":
+            return kernel_vjp.run_kernels(dataclasses.replace(spec, may_use_xla=choice.may_use_xla), call)
+        return tuple(map(_xla, spec.directions(), call.directions())) if both else _xla(spec, call)
+
+    # `mark` makes the call visible to `jaxrnn.explain`, and else returns `compute`
+    return choice.mark(compute)(call)
+
+
 def _prepare(cell: Cell, params: Any) -> Any:
     """Returns the weights that the loop multiplies; on an explicit mesh, `prepare` needs replicated weights."""
-    return params if cell.prepare is None else cell.prepare(cell, sharding.replicate(params))
+    return cell.prepare(cell, sharding.replicate(params))  # type: ignore[misc]
 
 
 def _split_reset_state(cell: Cell, reset_state: Any) -> tuple[Any, ...]:
     return (None,) * len(cell.states) if reset_state is None else split_carry(cell, "reset_state", reset_state)
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1), static_argnames=("reverse", "time_major", "precision", "returned")
-)  # fmt: skip
-def _xla(
-    cell: Cell, remat: bool, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array | None, ...], *, time_major: bool, **options: Any,
-) -> Any:  # fmt: skip
+@functools.partial(jax.jit, static_argnums=0)
+def _xla(spec: RecurrenceSpec, call: Call) -> Any:
     """Runs `scan.run` under `jax.jit`, so that eager calls reuse the compiled program."""
-    params, states, xs, resets, reset_states = kernel_vjp.reshard_arguments(
-        params, states, xs, resets, reset_states, time_major
-    )
-    states = sharding.unify_varying_axes(states, (params, xs, resets, reset_states))  # a scan's carry keeps its type
-
-    def run(params: Any, states: Any, xs: Array, reset_states: Any) -> Any:
-        return scan.run(cell, params, states, xs, resets, reset_states, time_major=time_major, **options)
-
-    with jax.named_scope(f"{cell.name}_xla"):
-        return (jax.checkpoint(run) if remat else run)(params, states, xs, reset_states)
+    call = kernel_vjp.reshard_call(call, spec.time_major)
+    # a scan's carry keeps its type
+    call = call._replace(states=sharding.unify_varying_axes(call.states, call))
+    run = functools.partial(scan.run, spec)
+    with jax.named_scope(f"{spec.cell.name}_xla"):
+        return (jax.checkpoint(run) if spec.remat else run)(call)
 
 
-def _choose(
-    cell: Cell, implementation: Any, precision: Any, time_major: bool, states: tuple[Array, ...], xs: Array,
-    params: Any, caller: Caller, directions: int = 1,
-) -> Choice:  # fmt: skip
+def _choose(spec: RecurrenceSpec, call: Call, implementation: Implementation, caller: Caller) -> Choice:
     """Chooses the implementation of a recurrence; errors are those of `choose`."""
-    steps, hidden = xs.shape[0 if time_major else -2], states[-1].shape[-1]
+    both = spec.reverse == "bidirectional"
+    states, params = (call.states[0], call.params[0]) if both else (call.states, call.params)
+    xs, precision = call.xs, spec.precision
+    steps, hidden = xs.shape[0 if spec.time_major else -2], states[-1].shape[-1]
 
     def unsupported() -> str | None:
         """Returns the end of the sentence "the Triton implementation ...", or None if the kernels can run."""
@@ -258,9 +221,9 @@ def _choose(
         return "XLA is faster for a single step" if steps == 1 else "there is no step, or a symbolic number of steps"
 
     def arguments() -> str:
-        return f"{describe_arrays(xs=xs)}, {hidden} units" + (", both directions" if directions == 2 else "")
+        return f"{describe_arrays(xs=xs)}, {hidden} units" + (", both directions" if both else "")
 
     return choose(
-        cell.name, arguments, implementation, prefer_xla=prefer_xla, unsupported=unsupported,
+        spec.cell.name, arguments, implementation, prefer_xla=prefer_xla, unsupported=unsupported,
         empty=0 in (*xs.shape[:-1], hidden), caller=caller.name,
     )  # fmt: skip

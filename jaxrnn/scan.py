@@ -22,6 +22,7 @@ from jaxrnn.sharding import stack
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
+    from jaxrnn.call import Call, RecurrenceSpec
     from jaxrnn.cells import Cell
 
 
@@ -146,37 +147,25 @@ def _per_step(reset_state: Array | None, state: Array, time_major: bool) -> tupl
     return None, jnp.moveaxis(reset_state, 0 if time_major else -2, 0)
 
 
-def run(
-    cell: Cell, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array | None, ...], *, reverse: bool, time_major: bool, precision: jax.lax.PrecisionLike,
-    returned: tuple[str, ...],
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
-    """Runs a recurrence with `lax.scan`.
+def run(spec: RecurrenceSpec, call: Call) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Runs a recurrence of one direction with `lax.scan`.
 
-    Args:
-      cell: the cell.
-      params: its weights; with a field `w_hr [H, P]` that is not None, hidden states are projected to P units.
-      states: the initial states in the order of `cell.states`.
-      xs: `[T, *batch, D]`, or `[*batch, T, D]` if not `time_major`.
-      resets: `[T, *batch]` (`[*batch, T]`), or None.
-      reset_states: for each state None (zeros), `[H]`, `[*batch, H]`, or a value for every step.
-      reverse: whether to run from the last step to the first.
-      time_major: whether time is the first axis.
-      precision: the precision of the products.
-      returned: the names of the states to return for every step.
+    If the weights have a field `w_hr [H, P]` that is not None, hidden states are projected to P units.
 
     Returns:
-      The last states, and the states named in `returned` of every step, each in the dtype of its initial state.
+      The last states, and the states named in `spec.returned` of every step, each in the dtype of its initial state.
     """
+    cell, time_major = spec.cell, spec.time_major
+    params, states, xs, resets, reset_states = call[:5]
     dtype = accumulation_dtype(*states, xs, *(w for w in params if w is not None))
-    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
+    operand_dtype = call.operand_dtype
     projection = getattr(params, "w_hr", None)
     fixed, stepped = zip(
         *(_per_step(new, state, time_major) for new, state in zip(reset_states, states, strict=True)), strict=True
     )
     if resets is not None:
         resets = expand_resets(jnp.moveaxis(resets, 0 if time_major else -1, 0), xs.ndim)
-    loop = _make_loop(cell, params, xs, xs.shape[0 if time_major else -2], precision, dtype)
+    loop = _make_loop(cell, params, xs, xs.shape[0 if time_major else -2], spec.precision, dtype)
 
     def step(before: tuple[Array, ...], inputs: Any) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         x, reset, each = inputs
@@ -188,13 +177,13 @@ def run(
             gates.append(h_last + broadcast_to_rank(params.b_hn, h_last))
         after = loop.step(gates, x_last, before)
         if projection is not None:
-            after = (matmul(after[0].astype(operand_dtype), projection, precision, dtype), *after[1:])
+            after = (matmul(after[0].astype(operand_dtype), projection, spec.precision, dtype), *after[1:])
         kept = zip(cell.states, after, states, strict=True)
-        return after, tuple(x.astype(initial.dtype) for name, x, initial in kept if name in returned)
+        return after, tuple(x.astype(initial.dtype) for name, x, initial in kept if name in spec.returned)
 
     inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)
     initial = tuple(state.astype(dtype) for state in states)
-    last, sequences = jax.lax.scan(step, initial, (inputs, resets, stepped), reverse=reverse)
+    last, sequences = jax.lax.scan(step, initial, (inputs, resets, stepped), reverse=bool(spec.reverse))
     if not time_major:
         sequences = tuple(jnp.moveaxis(y, 0, -2) for y in sequences)
     return tuple(x.astype(state.dtype) for x, state in zip(last, states, strict=True)), sequences

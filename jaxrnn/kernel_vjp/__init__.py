@@ -5,8 +5,8 @@
 `projected_state` for states with a projection.
 """
 
-from jaxrnn.kernel_vjp.mesh import reshard_arguments
+from jaxrnn.kernel_vjp.mesh import reshard_call
 from jaxrnn.kernel_vjp.run import run_kernels
 from jaxrnn.kernel_vjp.spec import kernel_precision
 
-__all__ = ["kernel_precision", "reshard_arguments", "run_kernels"]
+__all__ = ["kernel_precision", "reshard_call", "run_kernels"]

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxrnn import sharding
-from jaxrnn.cells import Cell
+from jaxrnn.call import Call, RecurrenceSpec
 from jaxrnn.kernel_vjp.recurrence import recurrence
-from jaxrnn.kernel_vjp.spec import RecurrenceSpec, kernel_precision
+from jaxrnn.kernel_vjp.spec import KernelSpec, kernel_precision
 from jaxrnn.numerics import is_reset
 from torch_bridge import rules
 
 if TYPE_CHECKING:
     from jax import Array
-
-    from torch_bridge.tiling import Reverse
 
 
 def _merge_axes(x: Array, start: int, count: int) -> Array:
@@ -36,14 +34,13 @@ def _split_axis(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
 
 
 def run_canonical(
-    cell: Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
-    resets: Array | None, reset_states: tuple[Array | None, ...], first: Array | None, operand_dtype: Any, *,
-    reverse: Reverse, time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], may_use_xla: bool,
+    spec: RecurrenceSpec, call: Call, operand_dtype: Any
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
-    """Converts the arguments of `_run_on_device` to canonical form, runs the kernels, and converts the results back.
+    """Converts a call on one device to canonical form, runs the kernels, and converts the results back.
 
-    `first [*batch, gates * H]`, if it is not None, is added to the input projection of the step that is computed first.
+    The operands of the products of the loop are cast to `operand_dtype`.
     """
+    (params, states, xs, resets, reset_states, first, in_reverse), time_major = call, spec.time_major
     hidden, rank = states[0].shape[-1], states[0].ndim
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
     # the axis of the one group, or of the one sequence per group, is expanded and squeezed: a reshape would lose the
@@ -75,27 +72,24 @@ def run_canonical(
         ]
         kind = "stepped" if any(x.ndim > rank for x in given) else "fixed"
         canonical_reset_states = tuple(map(stepped if kind == "stepped" else state, given))
-    static = RecurrenceSpec(
-        cell=cell,
+    of_kernels = KernelSpec(
+        **vars(spec),
+        hidden=hidden,
         operand_dtype=operand_dtype,
         reset_state=kind,
-        reverse=reverse,
-        precision=precision,
-        kernel_precision=str(kernel_precision(precision, hidden)),
-        remat=remat,
-        returned=returned,
-        may_use_xla=may_use_xla,
+        kernel_precision=str(kernel_precision(spec.precision, hidden)),
     )
-    last, sequences = recurrence(
-        static, params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)),
-        sequence(xs), None if resets is None else sequence(resets), canonical_reset_states,
-        None if first is None else state(first), in_reverse,
+    canonical = Call(
+        params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)), sequence(xs),
+        None if resets is None else sequence(resets), canonical_reset_states, None if first is None else state(first),
+        in_reverse,
     )  # fmt: skip
+    last, sequences = recurrence(of_kernels, canonical)
     return (
         tuple(_split_axis(x.squeeze(one), 0, batch).astype(given.dtype) for x, given in zip(last, states, strict=True)),
         tuple(
             _split_axis(sequences[name].squeeze(one_stepped), int(time_major), batch).astype(given.dtype)
-            for name, given in zip(cell.states, states, strict=True)
-            if name in returned
+            for name, given in zip(spec.cell.states, states, strict=True)
+            if name in spec.returned
         ),
     )

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxrnn import sharding
+from jaxrnn.call import Call
 
 if TYPE_CHECKING:
     from jax import Array
@@ -30,34 +31,29 @@ def check_only_batch_axes_sharded(xs: Array, time_major: bool) -> None:
         )
 
 
-def partition_specs(
-    batch: tuple[Any, ...], time_major: bool, params: Any, states: Any, resets: Any, reset_states: Any
-) -> tuple[tuple[Any, ...], PartitionSpec, PartitionSpec]:
-    """Returns the specs of a recurrence sharded over its batch axes: of its arguments, a state and a sequence."""
+def partition_specs(batch: tuple[Any, ...], time_major: bool, call: Call) -> tuple[Call, PartitionSpec, PartitionSpec]:
+    """Returns the specs of a call sharded over its batch axes: of its arrays, and of a state and a sequence."""
     everywhere, state = PartitionSpec(), PartitionSpec(*batch, None)
     sequence = PartitionSpec(None, *batch, None) if time_major else PartitionSpec(*batch, None, None)
     by_rank = {1: everywhere, len(state): state, len(sequence): sequence}
-    specs = (
-        jax.tree.map(lambda _: everywhere, params),
-        jax.tree.map(lambda _: state, states),
-        sequence,
-        jax.tree.map(lambda _: PartitionSpec(*sequence[:-1]), resets),
-        jax.tree.map(lambda x: by_rank[x.ndim], reset_states),
+    specs = Call(
+        params=jax.tree.map(lambda _: everywhere, call.params),
+        states=jax.tree.map(lambda _: state, call.states),
+        xs=sequence,  # type: ignore[arg-type]
+        resets=jax.tree.map(lambda _: PartitionSpec(*sequence[:-1]), call.resets),
+        reset_states=jax.tree.map(lambda x: by_rank[x.ndim], call.reset_states),
     )
     return specs, state, sequence
 
 
-def reshard_arguments(
-    params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, time_major: bool
-) -> tuple[Any, ...]:
-    """Reshards the arguments of a recurrence for XLA on an explicit mesh: batch axes are sharded as those of `xs`.
+def reshard_call(call: Call, time_major: bool) -> Call:
+    """Reshards a call for XLA on an explicit mesh: batch axes are sharded as those of `xs`.
 
     Time, features and params are replicated. JAX does not reshard there by itself, but `lax.scan` must return a carry
     with the sharding that it came in with.
     """
-    arguments = params, states, xs, resets, reset_states
-    batch = batch_spec(xs, time_major)
+    batch = batch_spec(call.xs, time_major)
     if not batch:
-        return sharding.replicate_all(arguments)
-    specs, _, _ = partition_specs(batch, time_major, params, states, resets, reset_states)
-    return sharding.reshard(arguments, jax.typeof(xs).sharding.mesh, specs)
+        return sharding.replicate_all(call)
+    specs, _, _ = partition_specs(batch, time_major, call)
+    return sharding.reshard(call, jax.typeof(call.xs).sharding.mesh, specs)

@@ -21,34 +21,31 @@ Interspeech 2014.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrnn import sharding
+from jaxrnn.call import Call, RecurrenceSpec
 from jaxrnn.cells import LSTMParams
 from jaxrnn.numerics import expand_resets, matmul
+from torch_bridge import rules
 
 if TYPE_CHECKING:
     from jax import Array
 
 
-class UnprojectedLSTM(NamedTuple):
-    """An LSTM without a projection; if m are its hidden states, those of the LSTM with the projection are `m @ w_hr`.
+def precision_of(spec: RecurrenceSpec, call: Call) -> Any:
+    """Returns the precision of the products with the projection: full float32 where XLA multiplies so few units so."""
+    w_hr = call.params.w_hr
+    widths = w_hr.shape if call.operand_dtype == jnp.float32 else w_hr.shape[:1]
+    return jax.lax.Precision.HIGHEST if min(widths) <= rules.FULL_PRECISION_WIDTH else spec.precision
 
-    Attributes:
-      params: `w_ih [D, 4H]`, `w_hh [H, 4H]` in float32, `b [4H]`; D grows by P if episodes start from a reset state.
-      m0: `[*batch, H]` zeros in float32.
-      xs: `[T, *batch, D]` (`[*batch, T, D]`), with the same D.
-      first: `[*batch, 4H]` to add to the input projection of the step that is computed first; None if `xs` contains the
-        initial state.
-    """
 
-    params: LSTMParams
-    m0: Array
-    xs: Array
-    first: Array | None
+def is_from_last(spec: RecurrenceSpec, call: Call) -> bool | Array:
+    """Returns whether the last step is computed first; an array if that is known at run time only."""
+    return spec.reverse is True if call.in_reverse is None else call.in_reverse
 
 
 def product(x: Array, w: Array, precision: jax.lax.PrecisionLike) -> Array:
@@ -61,44 +58,39 @@ def product(x: Array, w: Array, precision: jax.lax.PrecisionLike) -> Array:
     return jax.lax.optimization_barrier(matmul(x, w, precision, jnp.float32))
 
 
-@functools.partial(jax.jit, static_argnames=("time_major", "precision"), inline=True)
-def without_projection(
-    params: LSTMParams, h0: Array, xs: Array, resets: Array | None, reset_h: Array | None, *,
-    in_reverse: bool | Array, time_major: bool, precision: jax.lax.PrecisionLike,
-) -> UnprojectedLSTM:  # fmt: skip
-    """Returns the LSTM that replaces the one with `params`, `h0` and `reset_h`; its episodes start from m = 0.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def without_projection(spec: RecurrenceSpec, call: Call) -> Call:
+    """Returns the call of the LSTM without a projection whose hidden states m give those of `call` as `m @ w_hr`.
 
-    Args:
-      params: the weights, with `w_hr [H, P]` and `w_hh [P, 4H]`.
-      h0: `[*batch, P]`.
-      xs: `[T, *batch, D]` (`[*batch, T, D]` if not `time_major`).
-      resets: None, or an array with the shape of `xs` without D.
-      reset_h: None (zeros), `[P]`, `[*batch, P]` or `[T, *batch, P]` (`[*batch, T, P]`); None without `resets`.
-      in_reverse: whether the last step is computed first; an array if that is known at run time only.
-      time_major: whether time is the first axis, see `xs`.
-      precision: precision of the product of `h0` and `w_hh`.
+    Its episodes start from m = 0, and its recurrent weights are float32. If episodes of `call` start from a hidden
+    state that is not zero, `xs` contains that and the initial hidden state as P further inputs. Otherwise `first`
+    contains the product of the initial hidden state.
     """
-    params, h0, xs, resets, reset_h = sharding.replicate_all((params, h0, xs, resets, reset_h))
-    w_ih, w_hh, b = params[:3]
-    w_hr = cast("Array", params.w_hr)
-    (hidden, width), operand_dtype = w_hr.shape, jnp.result_type(xs, w_ih, w_hh)
+    (h0, c0), (reset_h, reset_c) = call.states, call.reset_states
+    params, h0, xs, resets, reset_h = sharding.replicate_all((call.params, h0, call.xs, call.resets, reset_h))
+    w_ih, w_hh, b, w_hr = params
+    (hidden, width), operand_dtype = w_hr.shape, call.operand_dtype
     recurrent = product(w_hr.astype(jnp.float32), w_hh.astype(jnp.float32), jax.lax.Precision.HIGHEST)
 
     # selects instead of products keep a NaN in h0 from crossing the start of an episode
     m0 = jnp.zeros((*h0.shape[:-1], hidden), jnp.float32)
-    axis = 0 if time_major else xs.ndim - 2
+    axis = 0 if spec.time_major else xs.ndim - 2
     steps = jax.lax.broadcasted_iota(jnp.int32, (*xs.shape[:-1], 1), axis)
-    begins = steps == jnp.where(in_reverse, xs.shape[axis] - 1, 0)
+    begins = steps == jnp.where(is_from_last(spec, call), xs.shape[axis] - 1, 0)
     if resets is not None:
-        resets = expand_resets(resets, xs.ndim)
+        is_start = expand_resets(resets, xs.ndim)
+    first = None
     if resets is not None and reset_h is not None:
         if reset_h.ndim <= h0.ndim:
             reset_h = jnp.expand_dims(jnp.broadcast_to(reset_h, h0.shape), axis)
         starts = jnp.where(begins, jnp.expand_dims(h0, axis), jnp.zeros((width,), h0.dtype)).astype(operand_dtype)
-        starts = jnp.where(resets, reset_h.astype(operand_dtype), starts)
-        wide = LSTMParams(jnp.concatenate([w_ih, w_hh]), recurrent, b)
-        return UnprojectedLSTM(wide, m0, jnp.concatenate([xs, starts], axis=-1), None)
-    if resets is not None:
-        h0 = jnp.where((resets & begins).any(axis), jnp.zeros_like(h0), h0)
-    first = product(h0.astype(operand_dtype), w_hh, precision)
-    return UnprojectedLSTM(LSTMParams(w_ih, recurrent, b), m0, xs, first)
+        starts = jnp.where(is_start, reset_h.astype(operand_dtype), starts)
+        w_ih, xs = jnp.concatenate([w_ih, w_hh]), jnp.concatenate([xs, starts], axis=-1)
+    else:
+        if resets is not None:
+            h0 = jnp.where((is_start & begins).any(axis), jnp.zeros_like(h0), h0)
+        first = product(h0.astype(operand_dtype), w_hh, spec.precision)
+    return call._replace(
+        params=LSTMParams(w_ih, recurrent, b), states=(sharding.unify_varying_axes(m0, xs), c0), xs=xs,
+        reset_states=(None, reset_c), first=first,
+    )  # fmt: skip

@@ -7,14 +7,16 @@ launch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from jaxrnn import _bridge
+from jaxrnn.call import Call
 from jaxrnn.cells import base
-from jaxrnn.kernel_vjp.history import states_before_segments
-from jaxrnn.kernel_vjp.spec import RecurrenceSpec
+from jaxrnn.kernel_vjp.history import History, states_before_segments
+from jaxrnn.kernel_vjp.launch import forward_inputs, launch
+from jaxrnn.kernel_vjp.spec import KernelSpec
 from jaxrnn.numerics import cast_clamped
 
 if TYPE_CHECKING:
@@ -32,81 +34,62 @@ _MAX_SEQUENCES = 512
 _MIN_STEPS = 32
 
 
-def can_compute_from_states(static: RecurrenceSpec, states: Sequence[Array]) -> bool:
+def can_compute_from_states(spec: KernelSpec, saved: dict[str, Array]) -> bool:
     """Returns whether the residuals can be computed from the saved states. States in 16 bits are rounded too much."""
-    return static.cell.activations_from_states is not None and all(x.dtype == jnp.float32 for x in states)
+    states = [saved[f"{s}s"] for s in spec.cell.states]
+    return spec.cell.activations_from_states is not None and all(x.dtype == jnp.float32 for x in states)
 
 
 def residuals_from_states(
-    static: RecurrenceSpec, residuals: Sequence[_bridge.Output], states: dict[str, Array], previous: dict[str, Array]
+    spec: KernelSpec, outputs: Sequence[_bridge.Output], history: History
 ) -> dict[str, Array]:  # fmt: skip
-    """Returns the residuals of a chunk by name. Requires `can_compute_from_states`.
-
-    Args:
-      static: the static arguments.
-      residuals: the arrays to return.
-      states: by the name of a state, the states after each step, `[G, T, B, H]`.
-      previous: by the name of a state, the states before each step, with resets applied, `[G, T, B, H]`.
-    """
-    cell = static.cell
+    """Returns the residuals of a chunk, which `outputs` describe, by name. Requires `can_compute_from_states`."""
+    cell = spec.cell
     assert cell.activations_from_states is not None
-    activations = cell.activations_from_states(tuple(states[s] for s in cell.states))
-    found = base.residuals_of(cell, activations, tuple(previous[s].astype(jnp.float32) for s in cell.states))
-    return {output.name: cast_clamped(found[output.name], output.dtype) for output in residuals}
+    activations = cell.activations_from_states(tuple(history.after[s] for s in cell.states))
+    residuals = base.residuals_of(
+        cell, activations, tuple(history.previous[s].astype(jnp.float32) for s in cell.states)
+    )
+    return {output.name: cast_clamped(residuals[output.name], output.dtype) for output in outputs}
 
 
 def recomputed_residuals(
-    static: RecurrenceSpec, weights: dict[str, Array | None], residuals: Sequence[_bridge.Output],
-    inputs: dict[str, Array | None], *, states: dict[str, Array], before: dict[str, Array],
-    reset_states: dict[str, Array], in_reverse: Array | None, norm_width: int,
+    spec: KernelSpec, chunk: Call, weights: dict[str, Array], outputs: Sequence[_bridge.Output], history: History,
+    first_steps: list[tuple[int, Any]],
 ) -> dict[str, Array]:  # fmt: skip
-    """Returns the residuals of a chunk by name, and for a cell with a norm also "scale", its factor at each step.
-
-    Args:
-      static: the static arguments.
-      weights: the weights and biases that the forward launch takes, by name.
-      residuals: the outputs of the forward launch that hold the residuals.
-      inputs: the inputs of the forward launch that have an element for each step, by name, `[G, T, B, ...]`.
-      states: by the name of a state, the states after each step, `[G, T, B, H]`.
-      before: by the name of a state, the state before the chunk, `[G, B, H]`.
-      reset_states: by the name of a state, the reset states, as in `recurrence`; empty for zeros.
-      in_reverse: as in `recurrence`.
-      norm_width: as in `_bridge.launch`.
-    """
-    cell, f32 = static.cell, jnp.dtype(jnp.float32)
-    groups, steps, batch, hidden = states["h"].shape
-    count = _count_segments(static, steps, groups * batch, hidden)
+    """Returns the residuals of a chunk, which `outputs` describe, by name; with a norm also "scale", its factor."""
+    cell, f32 = spec.cell, jnp.dtype(jnp.float32)
+    groups, steps, batch, hidden = history.after["h"].shape
+    count = _count_segments(spec, steps, groups * batch)
 
     def cut(x: Array) -> Array:
         return x.reshape(groups * count, steps // count, *x.shape[2:])
 
-    arrays = weights | {name: None if x is None else cut(x) for name, x in inputs.items()}
+    inputs = forward_inputs(spec, chunk, first_steps)
+    arrays: dict[str, Array | None] = {name: None if x is None else cut(x) for name, x in inputs.items()}
+    arrays |= weights
     for s in cell.states:
-        initial = states_before_segments(static, states[s], before[s], count, in_reverse)
+        initial = states_before_segments(spec, history.after[s], history.before[s], count, chunk.in_reverse)
         arrays[f"{s}0"] = initial.astype(f32).reshape(-1, *initial.shape[2:])
-    for s, x in reset_states.items():
-        arrays[f"reset_{s}"] = cut(x) if static.reset_state == "stepped" else jnp.repeat(x, count, axis=0)
+    for s, x in zip(cell.states, chunk.reset_states or (), strict=False):
+        arrays[f"reset_{s}"] = cut(x) if spec.reset_state == "stepped" else jnp.repeat(x, count, axis=0)
     if cell.norm:
-        residuals = [*residuals, _bridge.Output("scale", True, 1, f32)]
+        outputs = [*outputs, _bridge.Output("scale", True, 1, f32)]
     # the kernel also writes the hidden states and the last states, which are not used: the caller has them
     known = [_bridge.Output("hs", True, hidden, f32)]
     known += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
-    results = _bridge.launch(
-        cell.name, "fwd", arrays, [*known, *residuals], reset_state=static.reset_state, reverse=static.reverse,
-        precision=static.kernel_precision, may_use_xla=static.may_use_xla, norm_width=norm_width,
-    )  # fmt: skip
-    found = {output.name: results[output.name] for output in residuals}
-    return {name: x.reshape(groups, steps, *x.shape[2:]) for name, x in found.items()}
+    results = launch(spec, "fwd", chunk, arrays, [*known, *outputs])
+    return {x.name: results[x.name].reshape(groups, steps, *results[x.name].shape[2:]) for x in outputs}
 
 
-def _count_segments(static: RecurrenceSpec, steps: int, sequences: int, hidden: int) -> int:
+def _count_segments(spec: KernelSpec, steps: int, sequences: int) -> int:
     """Returns the number of segments of equal length that a chunk is cut into, a divisor of its steps.
 
     It is 1 at widths where few sequences are multiplied in full float32 and many in TF32. Segments add sequences, and
     this launch must multiply as the forward pass did, also under `vmap`. A simple cell with a ReLU has more such
     widths, but its residuals are computed from its states, without a launch.
     """
-    if static.uses_tf32 and _bridge.may_have_float32_residuals(hidden, 1):
+    if spec.uses_tf32 and _bridge.may_have_float32_residuals(spec.hidden, 1):
         return 1
     most = max(1, min(steps // _MIN_STEPS, _MAX_SEQUENCES // max(sequences, 1)))
     return next(count for count in range(most, 0, -1) if steps % count == 0)

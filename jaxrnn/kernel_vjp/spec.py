@@ -1,4 +1,4 @@
-"""The static arguments of a recurrence by the kernels, and what follows from them: precision, dtypes of residuals."""
+"""The static options of a recurrence by the kernels, and what follows from them: precision, dtypes of residuals."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn import _bridge
-from jaxrnn.cells import Cell
+from jaxrnn.call import RecurrenceSpec
 from torch_bridge import rules
 
 if TYPE_CHECKING:
     from jax import Array
-
-    from torch_bridge.tiling import Reverse
 
 
 def kernel_precision(precision: Any, hidden: int) -> rules.Precision | None:
@@ -31,19 +29,21 @@ def kernel_precision(precision: Any, hidden: int) -> rules.Precision | None:
     return rules.kernel_precision(is_default, hidden)
 
 
-@dataclasses.dataclass(frozen=True)
-class RecurrenceSpec:
-    """The static arguments of a recurrence, on which it is specialized besides shapes and dtypes."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSpec(RecurrenceSpec):
+    """The static options of a recurrence in canonical form.
 
-    cell: Cell
+    Attributes:
+      hidden: the units of a state.
+      operand_dtype: the dtype in which matrices are multiplied.
+      reset_state: "zeros", "fixed" or "stepped".
+      kernel_precision: Triton's name for the precision of a kernel's float32 products.
+    """
+
+    hidden: int
     operand_dtype: Any
     reset_state: str
-    reverse: Reverse
-    precision: Any
     kernel_precision: str
-    remat: bool
-    returned: tuple[str, ...]
-    may_use_xla: bool
 
     @property
     def uses_tf32(self) -> bool:
@@ -51,16 +51,16 @@ class RecurrenceSpec:
         return self.operand_dtype == jnp.float32 and self.kernel_precision == "tf32"
 
 
-def residual_fits_float16(name: str, static: RecurrenceSpec) -> bool:
+def residual_fits_float16(name: str, spec: KernelSpec) -> bool:
     """Whether float16 holds a residual of this name without loss of accuracy."""
-    return rules.residual_fits_float16(name, str(jnp.dtype(static.operand_dtype)), static.kernel_precision)
+    return rules.residual_fits_float16(name, str(jnp.dtype(spec.operand_dtype)), spec.kernel_precision)
 
 
-def _residual_dtype(name: str, static: RecurrenceSpec, hidden: int, sequences: Any) -> Any:
+def _residual_dtype(name: str, spec: KernelSpec, sequences: Any) -> Any:
     """Returns the dtype of a residual in the traced program: float32 also where the launch may still choose float16."""
-    if not residual_fits_float16(name, static):
+    if not residual_fits_float16(name, spec):
         return jnp.dtype(jnp.float32)
-    up_to_launch = static.uses_tf32 and _bridge.may_have_float32_residuals(hidden, sequences)
+    up_to_launch = spec.uses_tf32 and _bridge.may_have_float32_residuals(spec.hidden, sequences)
     return jnp.dtype(jnp.float32 if up_to_launch else jnp.float16)
 
 
@@ -75,22 +75,23 @@ _IN_PLACE_BYTES = 2**29
 _IN_PLACE_UNITS = 64
 
 
-def has_residuals_in_place(static: RecurrenceSpec, hidden: int, rows: int) -> bool:
+def has_residuals_in_place(spec: KernelSpec, rows: int) -> bool:
     """Whether the residuals overwrite the input projections, and the gate gradients overwrite the residuals.
 
     All three then have the same size, and two arrays fewer of that size are held. The projections, of `rows` rows, must
     be large for this. With `remat`, `rows` counts those of all chunks, because saving memory is what `remat` is for.
     """
-    large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
-    return static.cell.packed_residuals is not None and static.uses_tf32 and large
+    hidden = spec.hidden
+    large = 4 * rows * spec.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
+    return spec.cell.packed_residuals is not None and spec.uses_tf32 and large
 
 
-def residual_outputs(static: RecurrenceSpec, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
+def residual_outputs(spec: KernelSpec, xs: Array, in_place: bool) -> list[_bridge.Output]:
     """Returns the outputs of the forward launch that hold the residuals of every step of `xs`."""
-    if in_place and static.cell.packed_residuals:
-        name, width = static.cell.packed_residuals
-        return [_bridge.Output(name, True, width * hidden, jnp.dtype(jnp.float32), "xp")]
+    if in_place and spec.cell.packed_residuals:
+        name, width = spec.cell.packed_residuals
+        return [_bridge.Output(name, True, width * spec.hidden, jnp.dtype(jnp.float32), "xp")]
     return [
-        _bridge.Output(name, True, width * hidden, _residual_dtype(name, static, hidden, xs.shape[0] * xs.shape[2]))
-        for name, width in static.cell.residuals
+        _bridge.Output(name, True, width * spec.hidden, _residual_dtype(name, spec, xs.shape[0] * xs.shape[2]))
+        for name, width in spec.cell.residuals
     ]

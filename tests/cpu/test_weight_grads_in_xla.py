@@ -66,10 +66,11 @@ def test_results_have_the_shapes_of_the_weights(reset_state):
 @pytest.mark.parametrize(("inputs", "hidden", "full"), [(8, 24, 2), (32, 32, 2), (33, 32, 1), (8, 33, 0)])
 def test_products_of_few_features_and_units_are_in_full_float32(inputs, hidden, full):
     """XLA may multiply these in full float32, and TF32 would be far less accurate."""
-    static = spec.RecurrenceSpec(
-        ENTRIES["layer_norm_gru"], np.dtype("float32"), "zeros", False, None, "tf32", False, (), False
-    )
+    options = spec.KernelSpec(
+        ENTRIES["layer_norm_gru"], reverse=False, time_major=True, precision=None, remat=False, returned=(),
+        hidden=hidden, operand_dtype=np.dtype("float32"), reset_state="zeros", kernel_precision="tf32",
+    )  # fmt: skip
     xs, h_prev, dxp, one = (jnp.zeros((1, 13, 3, width)) for width in (inputs, hidden, 3 * hidden, 1))
-    program = str(jax.make_jaxpr(lambda *x: weight_grads.weight_grads(static, *x, {}))(xs, h_prev, one, one, dxp))
+    program = str(jax.make_jaxpr(lambda *x: weight_grads.weight_grads(options, *x, {}))(xs, h_prev, one, one, dxp))
     assert program.count("dot_general[") == 2
     assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == full

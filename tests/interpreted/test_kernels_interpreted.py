@@ -122,9 +122,11 @@ def test_remat_recomputes_segments_side_by_side(case, monkeypatch):
 
 
 def in_tf32(cell, hidden=128):
-    """Returns the static arguments of a call with float32 arrays at the default precision."""
-    precision = spec.kernel_precision(None, hidden)
-    return spec.RecurrenceSpec(cells.CELLS[cell], np.dtype("float32"), "zeros", False, None, precision, True, (), False)
+    """Returns the static options of a call with float32 arrays at the default precision."""
+    return spec.KernelSpec(
+        cells.CELLS[cell], reverse=False, time_major=True, precision=None, remat=True, returned=(), hidden=hidden,
+        operand_dtype=np.dtype("float32"), reset_state="zeros", kernel_precision=spec.kernel_precision(None, hidden),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -132,13 +134,13 @@ def in_tf32(cell, hidden=128):
     [(128, 64, 4), (1024, 64, 8), (128, 4096, 1), (63, 1, 1), (100, 1, 2), (127, 1, 1), (1024, 0, 32)],
 )
 def test_segments_are_equal_and_few_enough(steps, sequences, count):
-    assert recompute._count_segments(in_tf32("gru"), steps, sequences, 128) == count
+    assert recompute._count_segments(in_tf32("gru"), steps, sequences) == count
 
 
 @pytest.mark.parametrize(("hidden", "count"), [(32, 4), (33, 1), (64, 1), (65, 4)])
 def test_segments_do_not_change_the_precision(hidden, count):
     """From 33 to 64 units, few sequences are multiplied in full float32, and more in TF32."""
-    assert recompute._count_segments(in_tf32("gru", hidden), 128, 64, hidden) == count
+    assert recompute._count_segments(in_tf32("gru", hidden), 128, 64) == count
 
 
 @pytest.mark.parametrize(

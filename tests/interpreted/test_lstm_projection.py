@@ -1,7 +1,5 @@
 """Tests what is specific to an LSTM with a projection on the kernels; the tables of all cells test the rest."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +27,8 @@ from calls import (
 
 import jaxrnn
 from jaxrnn import kernel_vjp
+from jaxrnn.call import Call, RecurrenceSpec
+from jaxrnn.cells import LSTM
 from jaxrnn.kernel_vjp import projected_state
 
 
@@ -174,10 +174,10 @@ def test_recurrent_weights_are_multiplied_in_full_precision():
     w_hr, w_hh = rng.normal(size=(hidden, width)), rng.normal(size=(width, 4 * hidden))
     w_hr, w_hh = (x.astype(np.float32) for x in (w_hr, w_hh))
     params = jaxrnn.LSTMParams(jnp.zeros((D, 4 * hidden)), jnp.asarray(w_hh), jnp.zeros(4 * hidden), jnp.asarray(w_hr))
-    plain = functools.partial(
-        projected_state.without_projection, in_reverse=False, time_major=True, precision="default"
-    )
-    got = jax.jit(lambda *x: plain(*x, None, None).params.w_hh)(params, jnp.zeros((B, width)), jnp.zeros((T, B, D)))
+    spec = RecurrenceSpec(LSTM, reverse=False, time_major=True, precision="default", remat=False, returned=("h",))
+    states = jnp.zeros((B, width)), jnp.zeros((B, hidden))
+    call = Call(params, states, jnp.zeros((T, B, D)), resets=None, reset_states=(None, None))
+    got = jax.jit(lambda call: projected_state.without_projection(spec, call).params.w_hh)(call)
     want = w_hr.astype(np.float64) @ w_hh
     assert np.linalg.norm(got - want) <= 2.0**-20 * np.linalg.norm(want)
     assert kernel_vjp.kernel_precision("default", hidden) == "tf32"

@@ -1,0 +1,93 @@
+"""The launch of a chunk of time, and what a forward launch reads: weights, and the projection of the inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn import _bridge
+from jaxrnn.call import Call
+from jaxrnn.cells import base, norm
+from jaxrnn.kernel_vjp.spec import KernelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jax import Array
+
+
+def launch(
+    spec: KernelSpec, direction: str, call: Call, arrays: dict[str, Array | None], outputs: Sequence[_bridge.Output]
+) -> dict[str, Array]:
+    """Launches the forward or backward kernel on the arrays of a call by name; returns its outputs by name."""
+    # the backward kernel computes the same for every kind of reset state
+    return _bridge.launch(
+        spec.cell.name, direction, arrays, outputs, reset_state=spec.reset_state if direction == "fwd" else "zeros",
+        reverse=spec.reverse, precision=spec.kernel_precision, may_use_xla=spec.may_use_xla,
+        norm_width=call.xs.shape[-1] + spec.hidden if spec.cell.norm else 0,
+    )  # fmt: skip
+
+
+def possible_first_steps(spec: KernelSpec, chunk: Call, start: Any, steps: int) -> list[tuple[int, Any]]:
+    """Returns where in a chunk the loop may begin, as `(index in the chunk, whether the loop begins there)`.
+
+    The chunk begins at step `start` of `steps`.
+    """
+    size = chunk.xs.shape[1]
+    if chunk.in_reverse is not None:
+        return [(0, ~chunk.in_reverse), (size - 1, chunk.in_reverse)]
+    return [(size - 1, start + size == steps) if spec.reverse else (0, start == 0)]
+
+
+def forward_weights(spec: KernelSpec, params: Any) -> dict[str, Array]:
+    """Returns the weights and biases that a forward launch reads, by name."""
+    weights = {"w_hh_t": params.w_hh.astype(spec.operand_dtype).T[None]}
+    return weights | {name: b[None] for name, b in _biases(spec, params).items()}
+
+
+def forward_inputs(spec: KernelSpec, chunk: Call, first_steps: list[tuple[int, Any]]) -> dict[str, Array | None]:
+    """Returns what a forward launch reads that has an element for each step, by name."""
+    inputs: dict[str, Array | None] = {"xp": _input_projection(spec, chunk, first_steps), "reset": chunk.resets}
+    if spec.cell.norm:
+        inputs |= norm.input_statistics(spec.cell, chunk.xs, spec.hidden)
+    return inputs
+
+
+def _biases(spec: KernelSpec, params: Any) -> dict[str, Array]:
+    """Returns the biases that a launch adds, by name, in float32.
+
+    `b_hn` is added to the last gate's product with the state, and `bias` after a norm. `w_sum` times the mean of the
+    inputs is subtracted before a LayerNorm.
+    """
+    biases = {"b_hn": params.b_hn} if spec.cell.last_gate_separate else {}
+    if spec.cell.norm:
+        biases["bias"] = getattr(params, spec.cell.bias)
+    if spec.cell.norm == "layer":
+        biases["w_sum"] = norm.sum_of_weights(params)
+    return {name: b.astype(jnp.float32) for name, b in biases.items()}
+
+
+def _input_projection(spec: KernelSpec, chunk: Call, first_steps: list[tuple[int, Any]]) -> Array:
+    """Returns the input projection `[G, T, B, gates * H]`, with `first` added at the step where the loop begins.
+
+    Its dtype is float32, or float16 where that makes kernels with bfloat16 operands faster.
+    """
+    params, xs, first = chunk.params, chunk.xs, chunk.first
+    cell, dtype = spec.cell, spec.operand_dtype
+    inputs, gates = params.w_ih.shape
+    by_kernel = (spec.uses_tf32 or dtype == jnp.bfloat16) and first is None and not cell.norm
+    if by_kernel and _bridge.may_launch_projection(math.prod(xs.shape[:-1]), inputs, gates, dtype):
+        bias = getattr(params, cell.bias).astype(jnp.float32)
+        return _bridge.launch_projection(
+            xs.astype(dtype), params.w_ih.astype(dtype), bias, jnp.float32 if spec.uses_tf32 else jnp.float16,
+            precision=spec.precision, or_product=True, may_use_xla=spec.may_use_xla,
+        )  # fmt: skip
+    xp = (norm if cell.norm else base).project(cell, params, xs, spec.precision)
+    if first is not None:
+        for at, is_first in first_steps:  # XLA updates xp in place
+            step = xp[:, at : at + 1] + jnp.where(is_first, first, jnp.zeros_like(first))[:, None]
+            xp = jax.lax.dynamic_update_slice_in_dim(xp, step, at, axis=1)
+    return xp
