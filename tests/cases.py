@@ -17,7 +17,7 @@ from benchmarks.oracle import FUNCTIONS
 from jaxrnn.cells import CELLS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -318,6 +318,18 @@ def compare(got: Outputs, want: Outputs, bound: Callable[[str], float]) -> None:
 
 def _dedupe(cases: list[Case]) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(cases))
+
+
+def deal(values: Iterable, cells: Iterable[str], whole: Sequence[str]) -> list[tuple]:
+    """Returns `(cell, value)`: every value with every cell in `whole`, and one after the other with the other cells.
+
+    It is for code that is the same for all cells but for their entry in a table: every cell shows that its entry is
+    complete, and those in `whole` that the code is right.
+    """
+    values, others = list(values), [cell for cell in cells if cell not in whole]
+    turns = max(len(values), len(others)) if others else 0
+    dealt = [(others[i % len(others)], values[i % len(values)]) for i in range(turns)]
+    return [*itertools.product(whole, values), *dealt]
 
 
 def _interpreted() -> tuple[Case, ...]:

@@ -107,9 +107,9 @@ FORMS = [
     if (layout, reset_state) != ("one-sequence", "each") and (kind, layout) != ("module", "two-batch-axes")
 ]
 FORMS += [
-    (cell, kind, *form, {})
-    for cell, kind in itertools.product(CELLS, ("module", "function"))
-    for form in (("time-first", "each"), ("batch-first", "stepped"))
+    (cell, *form, {})
+    for cell in CELLS
+    for form in (("module", "time-first", "each"), ("function", "batch-first", "stepped"))
     if cell != "GRU"  # the other cells share its code, and differ in their gates, states and norm
 ]
 FORMS += [
@@ -121,35 +121,46 @@ FORMS += [
     ("GRU", "function", "batch-first", "each", {"num_blocks": 2, "reverse": True}),
     ("LSTM", "function", "time-first", "stepped", {"proj_size": 2, "reverse": True}),
 ]
-every_form = pytest.mark.parametrize(
-    ("cell", "kind", "layout", "reset_state", "options"), FORMS, ids=lambda x: x if isinstance(x, str) else str(x or "")
-)
+# Those that are also compiled, and exported in the other mode, in which another tracer runs the same code.
+FEW = [
+    ("GRU", "module", "time-first", "zeros", {}),
+    ("GRU", "module", "one-sequence", "stepped", {}),
+    ("GRU", "function", "batch-first", "each", {"num_blocks": 2, "reverse": True}),
+    ("GRU", "module", "batch-first", "learned", {"num_layers": 2}),
+    ("LSTM", "module", "batch-first", "stepped", {"bidirectional": True, "proj_size": 2}),
+    ("LayerNormGRU", "module", "time-first", "each", {}),
+]
+of_form = functools.partial(
+    pytest.mark.parametrize, ("cell", "kind", "layout", "reset_state", "options"),
+    ids=lambda x: x if isinstance(x, str) else str(x or ""),
+)  # fmt: skip
 either_mode = pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
 
 
 @pytest.mark.quick
-@either_mode
-@every_form
-def test_an_exported_recurrence_is_general_in_length_and_batch(cell, kind, layout, reset_state, options, strict):
+@of_form(FORMS)
+def test_an_exported_recurrence_is_general_in_length_and_batch(cell, kind, layout, reset_state, options):
     program, shapes, arguments = example(cell, kind, layout, reset_state, **options)
-    assert_general(program, shapes, arguments(N, N), arguments(N + 3, N + 1), strict)
+    assert_general(program, shapes, arguments(N, N), arguments(N + 3, N + 1), strict=True)
+
+
+@of_form(FEW)
+def test_an_export_that_is_not_strict_is_general_in_length_and_batch(cell, kind, layout, reset_state, options):
+    program, shapes, arguments = example(cell, kind, layout, reset_state, **options)
+    assert_general(program, shapes, arguments(N, N), arguments(N + 3, N + 1), strict=False)
 
 
 ALL_SIZES = {letter: torch.export.Dim(letter, min=2, max=64) for letter in "tbdh"}
 
 
-@pytest.fixture(params=["ieee", "tf32"])
-def setting(request):
-    """Sets PyTorch's precision of float32 matmuls on GPUs."""
-    torch.backends.cuda.matmul.fp32_precision = request.param
-    return request.param
-
-
-@either_mode
+@pytest.mark.parametrize("setting", ["ieee", "tf32"])
 @pytest.mark.parametrize(
-    ("cell", "reset_state"), [("GRU", "bh"), ("LSTM", "h"), ("RNN", "tbh"), ("LayerNormGRU", "bh")]
+    ("cell", "reset_state", "strict"),
+    [("GRU", "bh", True), ("LSTM", "h", False), ("RNN", "tbh", True), ("LayerNormGRU", "bh", False)],
 )
 def test_an_exported_function_of_weights_is_general_in_every_size(cell, reset_state, strict, setting):
+    """`setting` is PyTorch's precision of float32 matmuls on GPUs."""
+    torch.backends.cuda.matmul.fp32_precision = setting
     _, function, gates = CELLS[cell]
 
     def run(xs, states, w_ih, w_hh, bias, resets, new):
@@ -173,8 +184,7 @@ def test_an_exported_function_of_weights_is_general_in_every_size(cell, reset_st
     assert_general(Program(run), shapes, arguments(N, N, N, N), arguments(N + 3, N + 1, N + 2, N + 5), strict)
 
 
-@either_mode
-@pytest.mark.parametrize(("cell", "bidirectional"), [("GRU", True), ("LSTM", False)])
+@pytest.mark.parametrize(("cell", "bidirectional", "strict"), [("GRU", True, False), ("LSTM", False, True)])
 def test_exported_trajectories_are_general_in_length_and_batch(cell, bidirectional, strict):
     module = CELLS[cell][0](N, N, batch_first=True, bidirectional=bidirectional)
     count = 2 if cell == "LSTM" else 1
@@ -237,15 +247,9 @@ def compilations(function, calls):
 
 # A first call is compiled for its sizes, and another one for every axis that changes after it.
 LENGTHS, LENGTHS_AND_BATCHES = ((4, 4), (5, 4), (6, 4), (7, 4)), ((4, 4), (5, 4), (6, 5), (7, 6), (8, 7))
-COMPILED = [form for form in FORMS if form[0] == "GRU" and (form[1] == "module" or form[2] == "time-first")]
-COMPILED += [(cell, "module", "time-first", "each", {}) for cell in CELLS if cell != "GRU"]
-COMPILED += [form for form in FORMS if form[4] and form not in COMPILED]
 
 
-@pytest.mark.parametrize(
-    ("cell", "kind", "layout", "reset_state", "options"), COMPILED,
-    ids=lambda x: x if isinstance(x, str) else str(x or ""),
-)  # fmt: skip
+@of_form(FEW)
 def test_a_recurrence_is_compiled_once_for_all_lengths_and_batches(cell, kind, layout, reset_state, options):
     program, _, arguments = example(cell, kind, layout, reset_state, **options)
     if layout == "one-sequence":
@@ -254,13 +258,12 @@ def test_a_recurrence_is_compiled_once_for_all_lengths_and_batches(cell, kind, l
         assert compilations(program.function, [arguments(*sizes) for sizes in LENGTHS_AND_BATCHES]) == 3
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_packed_inputs_with_a_reset_state_are_compiled_once_for_all_lengths(bidirectional):
-    module, counts = nn.GRU(N, N, bidirectional=bidirectional), []
+def test_packed_inputs_with_a_reset_state_are_compiled_once_for_all_lengths():
+    module, counts = nn.GRU(N, N, bidirectional=True), []
     compiled, graphs = counted(module)
     with torch.no_grad():
         for steps in range(4, 9):
-            lengths, new = [steps, steps - 1, 2], torch.randn(2 if bidirectional else 1, N)
+            lengths, new = [steps, steps - 1, 2], torch.randn(2, N)
             packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(steps, 3, N), lengths)
             options = {"resets": packed._replace(data=torch.rand(sum(lengths)) < 0.3), "reset_state": new}
             torch.testing.assert_close(compiled(packed, **options)[0].data, module(packed, **options)[0].data)
@@ -269,10 +272,10 @@ def test_packed_inputs_with_a_reset_state_are_compiled_once_for_all_lengths(bidi
 
 
 def test_trajectories_are_compiled_once_for_all_lengths_and_batches():
-    module = nn.LSTM(N, N, batch_first=True, bidirectional=True)
+    module = nn.LSTM(N, N, batch_first=True)
 
     def arguments(steps, batch):
-        states = [torch.randn(batch, steps, 2, N).requires_grad_() for _ in range(2)]
+        states = [torch.randn(batch, steps, 1, N).requires_grad_() for _ in range(2)]
         return torch.randn(batch, steps, N).requires_grad_(), torch.rand(batch, steps, 1) < 0.4, *states
 
     def run(*args):
@@ -301,8 +304,13 @@ def test_vmap_is_compiled_once_for_all_lengths_and_batches(over):
     assert compilations(run, calls) == 3
 
 
-@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
-@pytest.mark.parametrize("cell", ["GRU", "LayerNormGRU", "RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize(
+    ("cell", "implementation"),
+    [
+        ("GRU", None), ("LayerNorm", None),
+        *(pytest.param(cell, "triton", marks=pytest.mark.interpret) for cell in ("LayerNormGRU", "RMSNorm")),
+    ],
+)  # fmt: skip
 def test_functions_of_weights_are_compiled_once_for_all_widths(cell, implementation):
     def run(*args):
         if cell in NORMS:
@@ -341,30 +349,11 @@ def exported_agent():
     return agent, program, (torch.randn(N + 2, N + 1, N), torch.rand(N + 2, N + 1) < 0.3)
 
 
-def results_in_another_process(order, load, args, folder):
-    """Returns what a program returns that `load` loads in a process with these imports."""
-    torch.save(args, folder / "args.pt")
-    code = f"import {order}\ntorch.save({load}(*torch.load('args.pt')), 'results.pt')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "results.pt")
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_saved_program_needs_no_import_but_that_of_the_package(order, tmp_path):
-    with torch.no_grad():
-        agent, program, args = exported_agent()
-        torch.export.save(program, tmp_path / "agent.pt2")
-        got = results_in_another_process(order, "torch.export.load('agent.pt2').module()", args, tmp_path)
-        torch.testing.assert_close(got, agent(*args))
-
-
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
 )  # raised by Inductor
-def test_a_package_compiled_ahead_of_time_needs_no_import_but_that_of_the_package(tmp_path, monkeypatch):
+def test_saved_programs_need_no_import_but_that_of_the_package(tmp_path, monkeypatch):
+    """Checks an exported program and a package that is compiled ahead of time."""
     from torch._inductor.lowering import lowerings
 
     monkeypatch.setenv("CI", "true")  # with which Inductor raises for operators that it has decompositions of, and
@@ -372,10 +361,16 @@ def test_a_package_compiled_ahead_of_time_needs_no_import_but_that_of_the_packag
         monkeypatch.delitem(lowerings, op)
     with torch.no_grad():
         agent, program, args = exported_agent()
-        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "agent.pt2"))
+        torch.export.save(program, tmp_path / "agent.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "compiled.pt2"))
+        torch.save(args, tmp_path / "args.pt")
+        load = "torch._inductor.aoti_load_package('compiled.pt2'), torch.export.load('agent.pt2').module()"
         for order in ORDERS:
-            got = results_in_another_process(order, "torch._inductor.aoti_load_package('agent.pt2')", args, tmp_path)
-            torch.testing.assert_close(got, agent(*args))
+            code = f"import {order}\ntorch.save([f(*torch.load('args.pt')) for f in ({load})], 'results.pt')"
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr
+            torch.testing.assert_close(torch.load(tmp_path / "results.pt"), [agent(*args)] * 2)
 
 
 @pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
