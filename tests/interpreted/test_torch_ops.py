@@ -143,10 +143,14 @@ def op_of(cell):
     return rnn_ops.OPERATORS[cell].forward
 
 
+# The operators of all cells have one factory: the two differ in the number of states.
+deal = functools.partial(cases.deal, cells=FUNCTIONS, whole=("gru", "lstm"))
+ORDERS = ("forward", "reverse", "bidirectional")
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
 @every_device
-@every_operator
+@pytest.mark.parametrize(("cell", "order"), deal(ORDERS))
 def test_opcheck(cell, device, order):
     torch.library.opcheck(op_of(cell), moved(arguments(cell, order=order), device))
     torch.library.opcheck(rnn_ops.OPERATORS[cell].backward, backward_arguments(cell, device, order=order))
@@ -174,7 +178,7 @@ def test_bad_orders_and_precisions_raise(cell):
 
 
 @every_device
-@every_operator
+@pytest.mark.parametrize("cell", ["gru", "lstm", "layer_norm_gru"])  # with one state, two, and statistics of a norm
 def test_opcheck_without_residuals(cell, device):
     torch.library.opcheck(op_of(cell), moved(arguments(cell, save=False), device))
 
@@ -184,8 +188,7 @@ def close(got, want, bound=1e-5):
         assert oracle.error(x.detach().numpy(), y.detach().numpy()) <= bound
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
-@every_operator
+@pytest.mark.parametrize(("cell", "order"), deal(ORDERS))
 def test_directions_and_models_match_separate_calls(cell, order):
     """Calls each model separately, in its direction with its groups; also checks residuals that are recomputed."""
     names, args = cell_of(cell).forward_outputs, arguments(cell, order=order)
@@ -259,8 +262,7 @@ def test_gradients_match_finite_differences(cell):
 
 
 @pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
-@pytest.mark.parametrize("order", ["forward", "reverse"])
-@every_operator
+@pytest.mark.parametrize(("cell", "order"), deal(ORDERS[:2]))
 def test_gradients_of_batched_cotangents_match_a_loop(cell, order, implementation):
     """Checks `is_grads_batched`, which uses another vmap than `torch.vmap`."""
     xs, states, given, resets, new = weights(cell)
@@ -296,8 +298,7 @@ def higher_derivatives(cell, args, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("order", ["forward", "reverse"])
-@every_operator
+@pytest.mark.parametrize(("cell", "order"), deal(ORDERS[:2]))
 def test_derivatives_of_any_order_match_those_of_implementation_torch(cell, order, dtype):
     args = weights(cell, dtype=torch.float64)
     want = higher_derivatives(cell, args, implementation="torch", reverse=order == "reverse")
@@ -355,8 +356,7 @@ AXES = {  # mapped axes of xs, states, weights, resets and reset states
 
 
 @pytest.mark.parametrize("transform", ["grad of vmap", "vmap of grad", "backward through vmap", "vmap of vmap"])
-@pytest.mark.parametrize("axes", AXES)
-@every_operator
+@pytest.mark.parametrize(("cell", "axes"), deal(AXES))
 def test_vmap_equals_a_loop_in_one_call(cell, axes, transform, monkeypatch):
     """Checks that the time loop is called once: the new axis adds models if weights are batched, else groups."""
     in_dims, size = AXES[axes], 2
@@ -485,7 +485,9 @@ def counting(graphs):
 
 
 @pytest.mark.quick
-@every_operator
+@pytest.mark.parametrize(
+    "cell", ["gru", "lstm", "layer_norm_gru"]
+)  # with one state, two, and a float among the options
 def test_compiled_call_is_one_graph_for_any_length_and_batch(cell):
     graphs = []
     compiled = torch.compile(lambda *args: loss(cell, *args), backend=counting(graphs), fullgraph=True, dynamic=True)
@@ -513,8 +515,9 @@ def set_precision(way, wanted):
         torch.set_float32_matmul_precision("high" if wanted == "tf32" else "highest")
 
 
-@pytest.mark.parametrize("way", ["fp32_precision", "allow_tf32", "set_float32_matmul_precision"])
-@every_operator
+@pytest.mark.parametrize(
+    ("cell", "way"), deal(["fp32_precision", "allow_tf32", "set_float32_matmul_precision"], whole=("gru",))
+)
 def test_precision_follows_torch_in_compiled_code_too(cell, way):
     def operands(*args):
         return call(cell, *args)[0]
@@ -559,8 +562,8 @@ def exported(cell):
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
 )  # raised by Inductor
-@pytest.mark.parametrize("cell", ["gru", "lstm"])  # each takes 20 s, and the operators of all cells have one factory
-def test_a_package_compiled_ahead_of_time_runs_on_other_lengths_and_batches(cell, tmp_path):
+def test_a_package_compiled_ahead_of_time_runs_on_other_lengths_and_batches(tmp_path):
+    cell = "lstm"  # test_torch_export.py compiles a GRU
     with torch.no_grad():
         program, other = exported(cell)
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
@@ -614,9 +617,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=[str(sorted(w[0])) + w[2][:12] for w in WRONG])
-@every_operator
-def test_bad_arguments_raise(cell, changes, kind, message):
+@pytest.mark.parametrize(("cell", "wrong"), deal(WRONG), ids=lambda x: x if isinstance(x, str) else x[2][:20])
+def test_bad_arguments_raise(cell, wrong):
+    changes, kind, message = wrong
     xs, states, given, resets, new = weights(cell)
     names = {"xs": xs, "h0": states[0], "w_hh": given[1], "resets": resets, "new": new[0]} | changes
     given = (given[0], names.pop("w_hh"), *given[2:])
