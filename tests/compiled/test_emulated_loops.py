@@ -222,9 +222,12 @@ def test_each_reset_state_has_the_scale_of_its_own_magnitude(cell, hidden, steps
 
 @pytest.mark.parametrize("reset_state", tiling.RESET_STATES)
 @pytest.mark.parametrize(
-    ("loop", "hidden"), [("resident", 64), ("fma", 48), ("split_registers", 192), ("streamed", 16)]
-)
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+    ("cell", "loop", "hidden"),
+    [
+        ("gru", "resident", 64), ("lstm", "fma", 48), ("lstm", "split_registers", 192), ("gru", "streamed", 16),
+        ("lstm", "streamed", 16),
+    ],
+)  # fmt: skip
 def test_a_carry_of_nan_does_not_pass_a_reset(cell, loop, hidden, reset_state):
     case = Case(loop, "tf32", hidden, 5, 2, shared=loop == "split_registers", reset_state=reset_state)
     launch = launch_of(case, cell, "fwd")
@@ -244,12 +247,16 @@ EVERY_LOOP = [
 ]  # fmt: skip
 
 
-def outputs_with(bits, name, at, cell, loop, hidden, shared, kind="tf32"):
-    """Returns the outputs of a launch and of float64 after a float32 of `bits` is put into an array, without resets."""
-    launch = launch_of(Case(loop, kind, hidden, 3, 3, shared=shared), cell, "fwd")
+def outputs_with(values, name, cell, loop, hidden, shared, kind="tf32"):
+    """Returns the outputs of a launch and of float64, without resets, and with these bits at these places of an array.
+
+    There are five sequences.
+    """
+    launch = launch_of(Case(loop, kind, hidden, 5, 3, shared=shared), cell, "fwd")
     arrays = make_arrays(launch.problem, "cpu")
     arrays["reset"].zero_()
-    arrays[name].view(torch.int32)[at] = bits - 2**32 if bits >= 2**31 else bits
+    for at, bits in values.items():
+        arrays[name].view(torch.int32)[at] = bits - 2**32 if bits >= 2**31 else bits
     if loop == "streamed":
         arrays["w_hh_t"] = weights_for_tensor_cores(arrays["w_hh_t"], launch.problem.precision)
     want = emulated.expected(launch.problem, arrays)
@@ -258,15 +265,27 @@ def outputs_with(bits, name, at, cell, loop, hidden, shared, kind="tf32"):
 
 
 # Tensor cores ignore the 13 low bits of a float32. Without these bits, the last two NaNs are infinities.
-@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0xFF801FFF], ids=hex)
-@pytest.mark.parametrize(("name", "at"), [("h0", (0, 1, 7)), ("w_hh_t", (0, 5, 7)), ("xp", (0, 0, 1, 5))])
+NANS = (0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0xFF801FFF)
+PLACES = {  # of states and inputs, those of the first four sequences; a weight is that of all sequences
+    "h0": {(0, k, 7): bits for k, bits in enumerate(NANS)},
+    "xp": {(0, 0, k, 5): bits for k, bits in enumerate(NANS)},
+} | {f"w_hh_t-{bits:x}": {(0, 5, 7): bits} for bits in NANS}
+
+
 @pytest.mark.parametrize(
     ("loop", "hidden", "shared", "kind"),
     [(*loop, "tf32") for loop in EVERY_LOOP] + [(*loop, "tf32x3") for loop in EVERY_LOOP if loop[0] == "streamed"],
 )
-@pytest.mark.parametrize("cell", ["gru", "lstm", "layer_norm_gru"])
-def test_nan_reaches_every_output_that_depends_on_it(cell, loop, hidden, shared, kind, name, at, bits):
-    got, want = outputs_with(bits, name, at, cell, loop, hidden, shared, kind)
+@pytest.mark.parametrize(
+    ("cell", "place"),
+    [
+        *(("gru", place) for place in PLACES),
+        *((cell, place) for cell in ("lstm", "layer_norm_gru") for place in ("h0", "xp", f"w_hh_t-{NANS[3]:x}")),
+    ],
+)
+def test_nan_reaches_every_output_that_depends_on_it(cell, loop, hidden, shared, kind, place):
+    name, *_ = place.split("-")
+    got, want = outputs_with(PLACES[place], name, cell, loop, hidden, shared, kind)
     assert 0 < want.isnan().sum() < want.numel()
     assert torch.equal(got.isnan(), want.isnan())
 
@@ -275,7 +294,7 @@ def test_nan_reaches_every_output_that_depends_on_it(cell, loop, hidden, shared,
 @pytest.mark.parametrize(("loop", "hidden", "shared"), EVERY_LOOP)
 def test_an_infinite_state_stays_infinite(loop, hidden, shared, kind):
     """In scaled float16, it counts as a finite number in the products for other units; see docs/numerics.md."""
-    got, want = outputs_with(0x7F800000, "h0", (0, 1, 7), "gru", loop, hidden, shared, kind)
+    got, want = outputs_with({(0, 1, 7): 0x7F800000}, "h0", "gru", loop, hidden, shared, kind)
     assert not want[0, :, 1, 7].isfinite().any() and not got[0, :, 1, 7].isfinite().any()
     assert not (want.isfinite() & ~got.isfinite()).any()
     scaled = kind == "tf32" and loop in ("resident", "split_registers")
