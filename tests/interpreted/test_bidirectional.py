@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import (
+    EVERY_CELL,
     FUNCTIONS,
+    PROJECTED,
     B,
     H,
     S,
@@ -79,20 +81,19 @@ def reference(cell, **options):
     return jax.jit(with_gradients(apart(cell, **options)))
 
 
+CALLS = {  # options of the arguments, and of the call
+    "timemajor": ({}, {}),
+    "shared-units": ({"hidden": 70, "steps": 3}, {}),
+    "batchmajor-stepped": ({"batch": (2, B), "stepped": True, "time_major": False}, {"time_major": False}),
+    "remat": ({}, {"remat": True}),
+    "remat-batchmajor-stepped": ({"stepped": True, "time_major": False}, {"time_major": False, "remat": True}),
+}
+
+
 @every_implementation
-@projected_too
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        ({}, {}),
-        ({"hidden": 70, "steps": 3}, {}),
-        ({"batch": (2, B), "stepped": True, "time_major": False}, {"time_major": False}),
-        ({}, {"remat": True}),
-        ({"stepped": True, "time_major": False}, {"time_major": False, "remat": True}),
-    ],
-    ids=["timemajor", "shared-units", "batchmajor-stepped", "remat", "remat-batchmajor-stepped"],
-)
-def test_each_direction_equals_a_separate_call(cell, implementation, make, options):
+@pytest.mark.parametrize(("cell", "options"), cases.deal(CALLS, [*EVERY_CELL, PROJECTED], ("gru", PROJECTED)))
+def test_each_direction_equals_a_separate_call(cell, implementation, options):
+    make, options = CALLS[options]
     args = pairs(cell, **make)
     run = with_gradients(together(cell, implementation, **options))
     assert_close(jax.jit(run)(*args), reference(cell, **options)(*args))

@@ -9,6 +9,7 @@ import operator
 import subprocess
 import sys
 
+import cases
 import child
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ import optax
 import pytest
 from calls import (
     CLOSE,
+    EVERY_CELL,
+    PROJECTED,
     B,
     D,
     H,
@@ -53,7 +56,15 @@ def options_of(batch_major):
     return ({"time_major": False, "stepped": True}, BATCH_MAJOR) if batch_major else ({}, {})
 
 
-either_layout = pytest.mark.parametrize("batch_major", [False, True], ids=["timemajor", "batchmajor-reverse-stepped"])
+# The rules of transformations are the same for all cells: the two differ in the number of states and in projections.
+deal = functools.partial(cases.deal, cells=[*EVERY_CELL, PROJECTED], whole=("gru", PROJECTED))
+
+
+def layout_id(x):
+    return ("timemajor", "batchmajor-reverse-stepped")[x] if isinstance(x, bool) else str(x)
+
+
+either_layout = pytest.mark.parametrize(("cell", "batch_major"), deal((True, False)), ids=layout_id)
 
 
 def trees(cell):
@@ -115,14 +126,14 @@ def is_none(x):
 
 @pytest.mark.quick("cell")
 @kernels_only
-@projected_too
 @pytest.mark.parametrize(
-    ("mapped", "batch_major"),
-    [*((name, False) for name in MAPPED), *((name, True) for name in ("all", "weights", "carry-xs-resets"))],
-    ids=lambda x: ("timemajor", "batchmajor-reverse-stepped")[x] if isinstance(x, bool) else x,
+    ("cell", "mapped"),
+    deal([*((name, False) for name in MAPPED), *((name, True) for name in ("all", "weights", "carry-xs-resets"))]),
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(layout_id, x)),
 )
-def test_vmap_equals_a_loop(cell, implementation, mapped, batch_major):
+def test_vmap_equals_a_loop(cell, implementation, mapped):
     """Compares outputs, and the gradients of each example."""
+    mapped, batch_major = mapped
     make, options = options_of(batch_major)
     args, in_axes, element = mapped_arguments(cell, MAPPED[mapped], **make)
     out_axis = -1 if mapped == "last-axes" else 0
@@ -134,8 +145,7 @@ def test_vmap_equals_a_loop(cell, implementation, mapped, batch_major):
 
 @pytest.mark.quick
 @kernels_only
-@projected_too
-@pytest.mark.parametrize("mapped", ["all", "weights-xs", "carry-xs-resets", "resets"])
+@pytest.mark.parametrize(("cell", "mapped"), deal(["all", "weights-xs", "carry-xs-resets", "resets"]))
 def test_grad_of_vmap_equals_a_loop(cell, implementation, mapped):
     """Checks that gradients of arguments that are not mapped are sums over the mapped axis."""
     args, in_axes, element = mapped_arguments(cell, MAPPED[mapped])
@@ -159,11 +169,10 @@ NESTED = {
 
 
 @kernels_only
-@every_cell
 @pytest.mark.parametrize(
-    ("nesting", "batch_major"),
-    [*((name, False) for name in NESTED), ("data-in-models", True)],
-    ids=lambda x: ("timemajor", "batchmajor-reverse-stepped")[x] if isinstance(x, bool) else x,
+    ("cell", "nesting", "batch_major"),
+    [*((*pair, False) for pair in deal(NESTED, whole=("gru",))), ("lstm", "data-in-models", True)],
+    ids=layout_id,
 )
 def test_nested_vmap_equals_loops(cell, implementation, nesting, batch_major):
     axes = NESTED[nesting]
@@ -192,7 +201,6 @@ def test_nested_vmap_equals_loops(cell, implementation, nesting, batch_major):
 
 
 @every_implementation
-@projected_too
 @either_layout
 def test_gradients_of_examples_add_up(cell, implementation, batch_major):
     """Maps calls without a batch axis over the batch: the sum of their weight gradients is that of the batch."""
@@ -254,8 +262,7 @@ def test_nested_vmap_over_zero_models_gives_empty_gradients(implementation):
 
 
 @every_implementation
-@every_cell
-@pytest.mark.parametrize("reverse", [np.True_, np.bool_(False), 1, 0], ids=repr)
+@pytest.mark.parametrize(("cell", "reverse"), deal([np.True_, np.bool_(False), 1, 0], whole=("gru",)), ids=repr)
 def test_numpy_flags_equal_python_flags(cell, implementation, reverse):
     args = arguments(cell)
     got, want = (
@@ -267,8 +274,7 @@ def test_numpy_flags_equal_python_flags(cell, implementation, reverse):
 
 @pytest.mark.quick
 @every_implementation
-@every_cell
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("cell", "remat"), deal([False, True], whole=("gru",)))
 def test_strict_promotion_is_supported(cell, implementation, remat):
     args = arguments(cell)
     call = runner(cell, implementation, remat=remat)
@@ -411,8 +417,7 @@ def python_loop(start, stop, body, carry):
 
 
 @kernels_only
-@every_cell
-@pytest.mark.parametrize("mapped", [False, True], ids=["cond", "vmap-of-cond"])
+@pytest.mark.parametrize(("cell", "mapped"), deal(["cond", "vmap-of-cond"]))
 def test_gradients_through_branches_and_loops_equal_python(cell, implementation, mapped):
     """Under `vmap` over the predicate, both branches run and the results of one are selected."""
     args = arguments(cell)
@@ -420,7 +425,7 @@ def test_gradients_through_branches_and_loops_equal_python(cell, implementation,
     plain = jax.jit(jax.grad(loss_of(branching(runner(cell, "xla"), python_loop)), argnums=(0, 1, 2, 4)))
     flags = jnp.arange(3)
     want = stack([plain(*args, flag) for flag in flags])
-    if mapped:
+    if mapped == "vmap-of-cond":
         got = jax.jit(jax.vmap(run, (None,) * 5 + (0,)))(*args, flags)
     else:
         run = jax.jit(run)
@@ -473,14 +478,10 @@ def plain_with_a_head(cell):
 
 @pytest.mark.quick
 @kernels_only
-@every_cell
-@pytest.mark.parametrize(
-    ("policy", "remat"),
-    [*((name, False) for name in POLICIES), ("save_only_these_names", True)],
-    ids=lambda x: ("saved", "remat")[x] if isinstance(x, bool) else x,
-)
-def test_checkpoint_around_equals_plain(cell, implementation, policy, remat):
+@pytest.mark.parametrize(("cell", "policy"), deal([*POLICIES, "save_only_these_names-remat"]))
+def test_checkpoint_around_equals_plain(cell, implementation, policy):
     args = arguments(cell)
+    policy, remat = policy.removesuffix("-remat"), policy.endswith("-remat")
     policy, forward = POLICIES[policy]
     call = jax.checkpoint(with_a_head(runner(cell, implementation, remat=remat)), policy=policy)
     run = jax.value_and_grad(loss_of(call), range(5))
@@ -489,8 +490,7 @@ def test_checkpoint_around_equals_plain(cell, implementation, policy, remat):
 
 
 @kernels_only
-@every_cell
-@pytest.mark.parametrize("order", ["vmap-of-checkpoint", "checkpoint-of-vmap"])
+@pytest.mark.parametrize(("cell", "order"), deal(["vmap-of-checkpoint", "checkpoint-of-vmap"]))
 def test_checkpoint_and_vmap_in_either_order(cell, implementation, order):
     params, _, _, _, state = arguments(cell)
     _, carry, xs, resets, _ = arguments(cell, lead=(S,))
@@ -528,7 +528,6 @@ def test_disable_jit_changes_nothing(cell, implementation):
 
 
 @every_implementation
-@projected_too
 @either_layout
 def test_ahead_of_time_compilation_equals_jit(cell, implementation, batch_major):
     """Compiles from shapes only, and checks that `eval_shape` gives the shapes and dtypes of the results."""
@@ -549,8 +548,7 @@ def test_ahead_of_time_compilation_equals_jit(cell, implementation, batch_major)
 
 
 @every_implementation
-@every_cell
-@pytest.mark.parametrize("hidden", [H, 70], ids=["one-program", "programs-that-share"])
+@pytest.mark.parametrize(("cell", "hidden"), deal([H, 70]))
 def test_donated_carry_is_deleted_and_results_are_right(cell, implementation, hidden):
     params, carry, *rest = arguments(cell, hidden=hidden, steps=2)
     call = runner(cell, implementation)
@@ -582,8 +580,7 @@ def finite(tree):
 
 
 @every_implementation
-@every_cell
-@pytest.mark.parametrize("where", ["carry", "xs", "params", "reset_state", "cotangent"])
+@pytest.mark.parametrize(("cell", "where"), deal(["carry", "xs", "params", "reset_state", "cotangent"]))
 def test_debug_nans_finds_nan(cell, implementation, where):
     """Checks a NaN in each argument, and in the cotangent that enters the backward pass."""
     params, carry, xs, resets, state = arguments(cell)
@@ -605,15 +602,12 @@ def test_debug_nans_finds_nan(cell, implementation, where):
 
 
 @kernels_only
-@projected_too
-@pytest.mark.parametrize(
-    ("hidden", "remat"), [(H, False), (H, True), (70, False)], ids=["saved", "remat", "programs-that-share"]
-)
-def test_debug_nans_finds_no_nan_with_finite_arguments(cell, implementation, hidden, remat):
+@pytest.mark.parametrize(("cell", "what"), deal(["saved", "remat", "programs-that-share"]))
+def test_debug_nans_finds_no_nan_with_finite_arguments(cell, implementation, what):
     """Runs eagerly, where `debug_nans` sees what every launch writes: residuals, and what programs exchange."""
-    args = arguments(cell, hidden=hidden, steps=2)
+    args = arguments(cell, hidden=70 if what == "programs-that-share" else H, steps=2)
     with jax.debug_nans(True):
-        gradients = jax.grad(loss_of(runner(cell, implementation, remat=remat)), argnums=(0, 1, 2, 4))(*args)
+        gradients = jax.grad(loss_of(runner(cell, implementation, remat=what == "remat")), argnums=(0, 1, 2, 4))(*args)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
@@ -639,8 +633,7 @@ CHECKED = {
 
 
 @every_implementation
-@every_cell
-@pytest.mark.parametrize("transform", CHECKED)
+@pytest.mark.parametrize(("cell", "transform"), deal(CHECKED, cells=EVERY_CELL, whole=("gru",)))
 def test_checkify_finds_a_nan_and_finds_none_with_finite_arguments(cell, implementation, transform):
     loss, carry = loss_of_one(cell, implementation, "carry")
     checked = checkify.checkify(functools.partial(CHECKED[transform], loss), errors=checkify.float_checks)
@@ -735,12 +728,13 @@ def loss_of_one(cell, implementation, which, **options):
 
 @pytest.mark.quick
 @kernels_only
-@projected_too
 @pytest.mark.parametrize(
-    ("transform", "which"),
-    [*((name, "xs") for name in UNSUPPORTED), *(("jvp", which) for which in DIFFERENTIABLE if which != "xs")],
+    ("cell", "transform"),
+    deal([*((name, "xs") for name in UNSUPPORTED), *(("jvp", which) for which in DIFFERENTIABLE if which != "xs")]),
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
-def test_unsupported_derivatives_raise_and_suggest_xla(cell, implementation, transform, which):
+def test_unsupported_derivatives_raise_and_suggest_xla(cell, implementation, transform):
+    transform, which = transform
     loss, x = loss_of_one(cell, implementation, which)
     with pytest.raises(NotImplementedError, match=r'no forward-mode and no second derivative.*implementation="xla"'):
         UNSUPPORTED[transform](loss, x)
@@ -755,14 +749,10 @@ def test_forward_mode_that_does_not_reach_the_kernels_runs(cell, implementation)
     assert_close(jax.grad(jax.grad(lambda s: s**2 * loss(xs)))(3.0), 2 * loss(xs))
 
 
-@every_cell
-@pytest.mark.parametrize(
-    ("implementation", "options"),
-    [("xla", {}), (None, {"remat": True, "reverse": True})],
-    ids=["xla", "none-remat-reverse"],
-)
-def test_forward_mode_and_second_order_equal_finite_differences(cell, implementation, options):
+@pytest.mark.parametrize(("cell", "implementation"), deal(["xla", None], whole=("gru",)))
+def test_forward_mode_and_second_order_equal_finite_differences(cell, implementation):
     """Computes in float64, for which None is "xla" everywhere."""
+    options = {} if implementation else {"remat": True, "reverse": True}
     with jax.enable_x64(True):
         params, carry, xs, resets, state = arguments(cell, steps=3, batch=(2,), dtype=jnp.float64)
         loss = loss_of(runner(cell, implementation, **options))
