@@ -6,7 +6,6 @@ The tests run on eight CPU devices, with interpreted kernels, or on the GPUs if 
 
 import contextlib
 import functools
-import itertools
 import re
 
 import calls
@@ -110,10 +109,15 @@ def compiled(function, arguments):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("implementation", ["triton", "scan"], indirect=True)
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
+@pytest.mark.parametrize(
+    ("cell", "check_vma", "remat", "implementation"),
+    [
+        *(("gru", check_vma, remat, "triton") for check_vma in (False, True) for remat in (False, True)),
+        ("gru", True, True, "scan"), ("lstm", False, True, "scan"), ("lstm", True, False, "triton"),
+        ("lstm-projected", False, False, "scan"), ("lstm-projected", True, True, "triton"),
+    ],
+    indirect=["implementation"],
+)  # fmt: skip
 def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, remat, implementation):
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
     monkeypatch.setattr(chunks, "_CHUNK_STEPS", 2)
@@ -175,9 +179,15 @@ def test_pmap_equals_vmap(cell, implementation):
 
 
 @pytest.mark.quick
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("axes", [("data",), ("data", "agents")])
-@pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
+@pytest.mark.parametrize(
+    ("cell", "axes", "implementation"),
+    [
+        *(("gru", ("data", "agents"), implementation) for implementation in ("xla", "triton", "scan")),
+        ("lstm", ("data", "agents"), "triton"), ("lstm-projected", ("data", "agents"), "scan"),
+        ("gru", ("data",), "triton"), ("lstm", ("data",), "scan"), ("lstm-projected", ("data",), "xla"),
+    ],
+    indirect=["implementation"],
+)  # fmt: skip
 def test_explicit_mesh_keeps_batches_sharded(cell, axes, implementation):
     arguments = make_arguments(cell, batch=(B, 4)[: len(axes)])
     want = jax.jit(with_gradients(cell, "xla"))(*arguments)
@@ -215,9 +225,14 @@ MISPLACED = {
 }
 
 
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("steps", [1, 8])
-@pytest.mark.parametrize("misplaced", MISPLACED)
+@pytest.mark.parametrize(
+    ("misplaced", "steps", "implementation"),
+    [
+        *((misplaced, 8, implementation) for misplaced in MISPLACED for implementation in ("xla", "triton", "scan")),
+        *zip(MISPLACED, (1,) * 4, ("xla", "triton", "scan", "xla"), strict=True),
+    ],
+    indirect=["implementation"],
+)
 def test_explicit_mesh_reshards_arguments_to_match_the_inputs(misplaced, steps, implementation):
     rng, B, D, H = np.random.default_rng(0), 8, 8, 16  # four devices can shard axes of these sizes
     draw = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape), jnp.float32)  # noqa: E731
@@ -238,9 +253,14 @@ def test_explicit_mesh_reshards_arguments_to_match_the_inputs(misplaced, steps, 
     assert_close(got, with_gradients("gru", "xla")(*arguments))
 
 
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("cell", ["layer norm", "blocks"])
+@pytest.mark.parametrize(
+    ("cell", "axis", "implementation"),
+    [
+        ("layer norm", 0, "triton"), ("layer norm", 1, "xla"), ("layer norm", 1, "scan"),
+        ("blocks", 0, "scan"), ("blocks", 0, "xla"), ("blocks", 1, "triton"),
+    ],
+    indirect=["implementation"],
+)  # fmt: skip
 def test_explicit_mesh_replicates_weights_before_they_are_combined(cell, axis, implementation):
     """A norm's weights are folded, and blocks are split, before the call of the recurrence reshards its arguments."""
     rng, H = np.random.default_rng(0), 64
@@ -288,7 +308,7 @@ def test_modules_make_a_carry_for_an_explicit_mesh(make):
 
 
 SCANNED = pytest.mark.parametrize(
-    ("package", "cell"), list(itertools.product(["linen", "nnx"], ["GRUCell", "LSTMCell", "SimpleCell"]))
+    ("package", "cell"), [("linen", "GRUCell"), ("linen", "LSTMCell"), ("nnx", "LSTMCell"), ("nnx", "SimpleCell")]
 )
 
 
@@ -492,9 +512,13 @@ def test_nested_vmap_over_sharded_axes_of_an_explicit_mesh(models, spec, last):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("mapped", ["examples", "everything"])
-@pytest.mark.parametrize("cell", ["gru", "lstm-projected"])
-@pytest.mark.parametrize("steps", [1, T])
+@pytest.mark.parametrize(
+    ("steps", "cell", "mapped"),
+    [
+        (1, "gru", "examples"), (1, "lstm-projected", "everything"), (T, "gru", "everything"),
+        (T, "lstm-projected", "examples"),
+    ],
+)  # fmt: skip
 def test_vmap_over_a_sharded_axis_allows_arrays_made_inside(steps, cell, mapped, implementation):
     mesh, in_axes = make_mesh(AxisType.Explicit), (MAPPED[mapped][0], 0)
     params, _, xs, *_ = make_mapped(cell, MAPPED[mapped], (len(jax.devices()),))
