@@ -32,6 +32,7 @@ T, B, D, H = 3, 2, 5, 6
 OBS = 3  # equals the number of logits of ActorCritic
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "codebases.md"
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", DOCS.read_text(), re.DOTALL | re.MULTILINE))
+# The same class runs the kernels in all code bases with a `ScannedRNN`, so only some of those have both.
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
 
 
@@ -158,8 +159,7 @@ def make_train(networks, initialize_carry, init_batch, batch, average: Callable[
 # --- the ScannedRNN of policy gradients ------------------------------------------------------------------------------
 
 
-@IMPLEMENTATIONS
-def test_your_own_class(implementation):
+def test_your_own_class():
     """The class has an LSTM, under the name that it has if no dummy cell is created."""
 
     def run(rnn):
@@ -169,7 +169,7 @@ def test_your_own_class(implementation):
         variables = init(jax.random.key(11))
         return variables, jax.jit(train)(variables, jax.random.key(0))
 
-    ours = documented("Your own class: names, and LSTMs", "ScannedRNN", implementation)
+    ours = documented("Your own class: names, and LSTMs", "ScannedRNN", None)
     paths = both("own", run, codebases.purejaxrl("LSTMCell"), ours)
     assert "network_0/params/ScannedRNN_0/LSTMCell_0/hi/bias" in paths
 
@@ -199,8 +199,7 @@ def test_purejaxrl_and_popjaxrl(implementation, seeds):
 
 
 @pytest.mark.parametrize("theirs", [codebases.jaxmarl_ppo, codebases.craftax_baselines])
-@IMPLEMENTATIONS
-def test_jaxmarl_ppo_and_craftax_baselines(implementation, theirs):
+def test_jaxmarl_ppo_and_craftax_baselines(theirs):
     """Like MAPPO, uses an actor and a critic, under `vmap` of `jit`.
 
     Both are created for the environments and run for environments times agents.
@@ -213,13 +212,12 @@ def test_jaxmarl_ppo_and_craftax_baselines(implementation, theirs):
         variables = initial(init, keys)
         return variables, jax.vmap(jax.jit(train))(variables, keys)
 
-    ours = documented("JaxMARL (IPPO and MAPPO), Craftax_Baselines", "ScannedRNN", implementation)
+    ours = documented("JaxMARL (IPPO and MAPPO), Craftax_Baselines", "ScannedRNN", None)
     paths = both(theirs.__name__, run, theirs(), ours)
     assert "network_1/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
 
 
-@IMPLEMENTATIONS
-def test_kinetix(implementation):
+def test_kinetix():
     """All its scripts call `initialize_carry(batch_size)`; one also passes the width. Inputs have another width."""
 
     def run(rnn):
@@ -228,7 +226,7 @@ def test_kinetix(implementation):
         carries = rnn.initialize_carry(B, 256), rnn.initialize_carry(batch_size=B, hidden_size=256)
         return variables, (jax.jit(train)(variables, jax.random.key(0)), carries)
 
-    paths = both("kinetix", run, codebases.kinetix(), documented("Kinetix", "ScannedRNN", implementation))
+    paths = both("kinetix", run, codebases.kinetix(), documented("Kinetix", "ScannedRNN", None))
     assert "network_0/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
 
 
@@ -279,8 +277,7 @@ def test_stoix_with_other_cells(cell):
     assert any(path.startswith(f"params/ScannedRNN_0/{STOIX_CELLS[cell].__name__}_1/") for path in paths)
 
 
-@IMPLEMENTATIONS
-def test_mava(implementation):
+def test_mava():
     def run(rnn):
         networks = [ActorCritic(functools.partial(rnn, H), embedding=H)] * 2
         init, train = make_train(
@@ -295,7 +292,7 @@ def test_mava(implementation):
         keys = jax.random.split(jax.random.key(5), 2)
         return variables, jax.jit(jax.vmap(train, axis_name="batch"))(copied, keys)
 
-    paths = both("mava", run, codebases.mava(), documented("Mava", "ScannedRNN", implementation))
+    paths = both("mava", run, codebases.mava(), documented("Mava", "ScannedRNN", None))
     assert "network_0/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
 
 

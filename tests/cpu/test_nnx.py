@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import warnings
 
+import cases
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -246,24 +248,15 @@ def test_a_cell_with_an_unknown_parameter_runs_as_flax_runs_it(cell):
 
 @pytest.mark.quick("cell")
 @pytest.mark.parametrize(
-    ("cell", "lengths"),
-    [
-        ("GRUCell", None),
-        ("GRUCell", [7, 1, 3, 5]),
-        ("LSTMCell", None),
-        ("OptimizedLSTMCell", [7, 1, 3, 5]),
-        ("SimpleCell", [7, 1, 3, 5]),
-        ("NormGRUCell", [7, 1, 3, 5]),
-    ],
-    ids=["gru", "gru-lengths", "lstm", "optimized_lstm-lengths", "simple-lengths", "norm_gru-lengths"],
-)
-@pytest.mark.parametrize(
-    "options",
-    [{"time_major": t, "reverse": r, "keep_order": k} for t, r, k in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1))],
-    ids=lambda options: "-".join(name for name, on in options.items() if on) or "default",
-)
-def test_rnn_equals_flax_rnn(cell, options, lengths):
-    options = {name: bool(on) for name, on in options.items()}
+    ("cell", "options"),
+    cases.deal(
+        ["default", "time_major-lengths", "time_major-reverse-lengths", "reverse-keep_order-lengths",
+         "reverse-keep_order"], CELLS, whole=("GRUCell", "OptimizedLSTMCell"),
+    ),
+)  # fmt: skip
+def test_rnn_equals_flax_rnn(cell, options):
+    lengths = [7, 1, 3, 5] if "lengths" in options else None
+    options = {name: name in options for name in ("time_major", "reverse", "keep_order")}
     xs = normal(1, (T, B, D) if options["time_major"] else (B, T, D))
     call = {"initial_carry": some_carry(cell)}
     call |= {} if lengths is None else {"seq_lengths": jnp.array(lengths)}
@@ -306,10 +299,11 @@ EDITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("side", ["i", "h"])
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "SimpleCell"])
-def test_a_layer_with_other_settings_computes_what_it_does_in_flax(cell, name, side):
+@pytest.mark.parametrize(
+    ("cell", "edit"), cases.deal(itertools.product(EDITS, ("i", "h")), WITH_GATE_FN, ("GRUCell",)), ids=str
+)
+def test_a_layer_with_other_settings_computes_what_it_does_in_flax(cell, edit):
+    name, side = edit
     cells = [make(source, cell) for source in (nnx, fused)]
     layers = [f"{'if_' if side == 'i' else 'hg'}" if cell == "LSTMCell" else f"dense_{side}"] * 2
     for one, layer in zip(cells, layers, strict=True):

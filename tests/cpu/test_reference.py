@@ -419,11 +419,17 @@ def test_float32_recurrent_weights_are_multiplied_in_float32(cell):
     np.testing.assert_allclose(run(params, xs=xs)[1], run(wide[0], xs=wide[1])[1], atol=1e-6)
 
 
-@pytest.mark.parametrize(("dtype", "products"), [("float32", 1), ("bfloat16", 1), ("mixed", 2)])
-@pytest.mark.parametrize("hidden", [calls.D, 24])
-@pytest.mark.parametrize("cell", ["gru", "lstm", "mgu"])
-def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, hidden, dtype, products):
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    cases.deal(
+        itertools.product([calls.D, 24], [("float32", 1), ("bfloat16", 1), ("mixed", 2)]),
+        ("gru", "lstm", "mgu"), whole=("gru",),
+    ),
+    ids=str,
+)  # fmt: skip
+def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, options):
     """With `calls.D` units, the weights of inputs and of state have equal widths; else zeros pad the narrower ones."""
+    hidden, (dtype, products) = options
     # a reset state for each sequence, whose gradient is no sum in which terms cancel
     params, carry, xs, resets, state = calls.arguments(cell, steps=1, hidden=hidden, stepped=True)
     if dtype != "float32":

@@ -6,6 +6,7 @@ import functools
 import itertools
 import pickle
 
+import cases
 import pytest
 from torch_calls import MGU, torch
 
@@ -306,9 +307,13 @@ def test_ensemble_under_vmap_matches_its_modules(kind):
 
 
 @pytest.mark.parametrize(
-    "options", [{"bidirectional": True}, {"batch_first": True}, {"batch_first": True, "bidirectional": True}], ids=str
-)
-@every_kind
+    ("kind", "options"),
+    cases.deal(
+        [{"bidirectional": True}, {"batch_first": True}, {"batch_first": True, "bidirectional": True}],
+        OURS, ("GRU", "LSTM"),
+    ),
+    ids=str,
+)  # fmt: skip
 def test_a_compiled_module_is_one_graph(kind, options):
     torch._dynamo.reset()
     options = options | {"proj_size": 2} if kind == "LSTM" and "bidirectional" in options else options

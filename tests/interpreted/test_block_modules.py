@@ -2,6 +2,7 @@
 
 import functools
 
+import cases
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -99,8 +100,11 @@ def with_zeros(package, stack, name):
 
 
 @every_implementation
-@pytest.mark.parametrize("name", OPTIONS)
-@every_stack
+@pytest.mark.parametrize(
+    ("package", "stack", "name"),
+    [(*stack, name) for stack, name in cases.deal(OPTIONS, STACKS, STACKS[:2])],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
 def test_stacks_with_blocks_equal_a_matrix_with_zeros(package, stack, name, implementation):
     blocked = Functional(package, stack, num_blocks=N, implementation=implementation, **OPTIONS[name])
     params, x, r = arguments(blocked, OPTIONS[name])
