@@ -21,6 +21,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from torch_bridge.kernels.arrays import Tile
 from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_ZEROS,
@@ -118,23 +119,19 @@ def states_without_empty_columns(states, BLOCK_B: gl.constexpr):
 
 @gluon.jit
 def locate_tile(
-    model, tile, T, B, Q,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, COLS: gl.constexpr, REVERSE: gl.constexpr,
+    model, nth, T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Locates a tile of a model.
-
-    Returns the units, the masks of sequences and of states, the sequences, their rows of time index 0, and the number
-    of rows from one time index to the next.
-    """
+    """Locates the tile of this number of a model."""
+    COLS: gl.constexpr = columns(BLOCK_B)
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
-    q = tile * BLOCK_B + nth
+    sequence, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
+    q = nth * BLOCK_B + sequence
     mask_q = taken & (q < Q)
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
     row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
-    return unit, mask_q, mask, seq, row, stride
+    return Tile(T, seq, row, stride, unit, mask, mask_q)
 
 
 @gluon.jit

@@ -6,10 +6,12 @@ are kept.
 With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains.
 """
 
+from typing import Any, NamedTuple
+
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels import names
+from torch_bridge.kernels import arrays, names
 from torch_bridge.kernels.common import (
     load_biases,
     normalize,
@@ -53,15 +55,54 @@ from torch_bridge.kernels.loops.fma_common import (
 )
 
 
+class _Weights(NamedTuple):
+    """The weights of a forward program."""
+
+    w: Any  # by gate, in registers or shared memory
+    b_hn: Any
+    bias: Any  # by gate
+    w_sum: Any  # by gate
+
+
+class _ForwardConfig(NamedTuple):
+    """The compile-time values of a forward kernel."""
+
+    STEP: Any
+    RESIDUALS: Any
+    GATES: Any
+    SEPARATE: Any
+    NORM_WIDTH: Any
+    RESET_STATE: Any
+    H: Any
+    REVERSE: Any
+    PRECISION: Any
+    DTYPE: Any  # of the weights
+    DEPTH: Any  # number of steps that inputs are prefetched ahead
+
+
+class _BackwardConfig(NamedTuple):
+    """The compile-time values of a backward kernel."""
+
+    GRAD_STEP: Any
+    GATES: Any
+    SEPARATE: Any
+    NORM_WIDTH: Any
+    COUNT: Any  # number of local gradients
+    STATES: Any
+    H: Any
+    REVERSE: Any
+    DTYPE: Any  # of the weights
+    DEPTH: Any  # number of steps that residuals are prefetched ahead
+
+
 @gluon.jit
-def _load_step(
-    i, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, GATES: gl.constexpr,
-    REVERSE: gl.constexpr,
-):  # fmt: skip
+def _load_step(i, a, tile, config: gl.constexpr):
     """Loads what step min(i, T - 1) reads: input projections by gate, resets, and what a norm needs of the inputs."""
-    row = forward_rows(row, i, T, stride, REVERSE)
-    x = load_inputs(xp_ptr + row * (GATES * H) + unit, mask, H, GATES)
-    return x, load_reset(reset_ptr, row), load_statistics(x_norm_ptr, x_mean_ptr, row, row >= 0)
+    H: gl.constexpr = config.H
+    GATES: gl.constexpr = config.GATES
+    row = forward_rows(tile.row, i, tile.T, tile.stride, config.REVERSE)
+    x = load_inputs(a.xp_ptr + row * (GATES * H) + tile.unit, tile.mask, H, GATES)
+    return x, load_reset(a.reset_ptr, row), load_statistics(a.x_norm_ptr, a.x_mean_ptr, row, row >= 0)
 
 
 @gluon.jit
@@ -72,62 +113,62 @@ def _row_sums(w, operand):
 
 
 @gluon.jit
-def _forward_step(
-    i, states, inputs, buffers, w, b_hn, bias, w_sum, fixed,
-    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
-    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    RESET_STATE: gl.constexpr, H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
-    PRECISION: gl.constexpr,
-):  # fmt: skip
+def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: gl.constexpr):
     """Runs step i and prefetches what step i + DEPTH reads."""
+    GATES: gl.constexpr = config.GATES
+    NORM_WIDTH: gl.constexpr = config.NORM_WIDTH
+    H: gl.constexpr = config.H
+    DTYPE: gl.constexpr = config.DTYPE
+    row, stride, T = tile.row, tile.stride, tile.T
+    unit, mask = tile.unit, tile.mask
     ACCURACY: gl.constexpr = "precise" if DTYPE == gl.float32 else "plain"
     x, reset, statistics = inputs
-    if x_mean_ptr is not None:
-        x = subtract_mean(x, statistics[1], w_sum)
+    if a.x_mean_ptr is not None:
+        x = subtract_mean(x, statistics[1], weights.w_sum)
     before = states
-    if reset_ptr is not None:
-        stepped_at = forward_rows(row, i, T, stride, REVERSE) * H + unit
-        before = reset_states(states, reset, fixed, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE)
+    if a.reset_ptr is not None:
+        stepped_at = forward_rows(row, i, T, stride, config.REVERSE) * H + unit
+        before = reset_states(states, reset, fixed, a.reset_h_ptr, a.reset_c_ptr, stepped_at, mask, config.RESET_STATE)
     store_operand(buffers[0], before[0], DTYPE)
     barrier()
-    operand = load_operand(buffers[0], w[0])
+    operand = load_operand(buffers[0], weights.w[0])
     started = ()
     for k in gl.static_range(GATES):  # inputs are added at once, not after the last product: fewer registers spill
-        product = _row_sums(w[product_order(k, GATES)], operand)
+        product = _row_sums(weights.w[product_order(k, GATES)], operand)
         started += (
-            add_input(product, x[product_order(k, GATES)], b_hn, SEPARATE and product_order(k, GATES) == GATES - 1),
-        )
+            add_input(
+                product, x[product_order(k, GATES)], weights.b_hn,
+                config.SEPARATE and product_order(k, GATES) == GATES - 1,
+            ),
+        )  # fmt: skip
     gates = ()
     for gate in gl.static_range(GATES):
         gates += (started[product_order(gate, GATES)],)
     if NORM_WIDTH > 0:
         sums = (gl.sum(rounded_product(before[0], before[0]), axis=0),)
-        if x_mean_ptr is not None:
+        if a.x_mean_ptr is not None:
             sums += (gl.sum(before[0], axis=0),)
         scale = scale_of_norm(sums, statistics, H, NORM_WIDTH)
-        normalized, gates = normalize(gates, scale, bias)
+        normalized, gates = normalize(gates, scale, weights.bias)
     x_last = x[GATES - 1].to(gl.float32)
-    inputs = _load_step(
-        i + DEPTH, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE
-    )
-    states, activations = STEP(gates, x_last, before, ACCURACY)
+    inputs = _load_step(i + config.DEPTH, a, tile, config)
+    states, activations = config.STEP(gates, x_last, before, ACCURACY)
     live = mask & (i < T)  # nothing is stored for a step past the last
-    at = forward_rows(row, i, T, stride, REVERSE) * H + unit
-    store_states(hs_ptr, cs_ptr, at, states, live)
-    if local_grads_ptr is not None:
-        local_grads, factors = RESIDUALS(activations, before)
+    at = forward_rows(row, i, T, stride, config.REVERSE) * H + unit
+    store_states(a.hs_ptr, a.cs_ptr, at, states, live)
+    if a.local_grads_ptr is not None:
+        local_grads, factors = config.RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
             local_grads = with_norm_grad(local_grads, normalized)
             norm_state = normalized_state(before[0], sums, statistics, scale, H, NORM_WIDTH)
-            gl.store(norm_state_ptr + at, norm_state.to(norm_state_ptr.dtype.element_ty), mask=live)
-            gl.store(scale_ptr + forward_rows(row, i, T, stride, REVERSE), scale, mask=i < T)
-        store_local_grads(local_grads_ptr, at, live, local_grads, DTYPE, PRECISION, NORM_WIDTH == 0)
-        if dc_dh_ptr is not None:
-            gl.store(dc_dh_ptr + at, factors[0].to(dc_dh_ptr.dtype.element_ty), mask=live)
-        if carry_gate_ptr is not None:
-            gl.store(carry_gate_ptr + at, factors[-1], mask=live)
-    store_states(h_last_ptr, c_last_ptr, seq * H + unit, states, mask & (i == T - 1))
+            gl.store(a.norm_state_ptr + at, norm_state.to(a.norm_state_ptr.dtype.element_ty), mask=live)
+            gl.store(a.scale_ptr + forward_rows(row, i, T, stride, config.REVERSE), scale, mask=i < T)
+        store_local_grads(a.local_grads_ptr, at, live, local_grads, DTYPE, config.PRECISION, NORM_WIDTH == 0)
+        if a.dc_dh_ptr is not None:
+            gl.store(a.dc_dh_ptr + at, factors[0].to(a.dc_dh_ptr.dtype.element_ty), mask=live)
+        if a.carry_gate_ptr is not None:
+            gl.store(a.carry_gate_ptr + at, factors[-1], mask=live)
+    store_states(a.h_last_ptr, a.c_last_ptr, tile.seq * H + unit, states, mask & (i == T - 1))
     return states, inputs
 
 
@@ -141,85 +182,87 @@ def forward_kernel(
     RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
     SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `streamed.forward_kernel`.
+    """Runs the forward pass; the arrays are those of `arrays.Forward`.
 
     SHARED_GATES is the number of gates whose weights are in shared memory.
     """
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
-    model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
+    config: gl.constexpr = _ForwardConfig(
+        STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, RESET_STATE, H, REVERSE, PRECISION, DTYPE, DEPTH
+    )  # fmt: skip
+    a = arrays.Forward(
+        w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
+        reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+        norm_state_ptr, scale_ptr,
+    )  # fmt: skip
+    model, tile = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    unit, mask = tile.unit, tile.mask
     inputs = no_loads()
     for k in gl.static_range(DEPTH):
-        first = _load_step(k, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE)
-        inputs = then(inputs, first)
+        inputs = then(inputs, _load_step(k, a, tile, config))
     w = load_gate_weights(w_hh_t_ptr + model * (GATES * H * H), H * H, H, H, BLOCK_H, GATES, SHARED_GATES)
     b_hn = 0.0
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
     bias = load_biases(bias_ptr, model, unit, H, GATES, False)
     w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, False)
+    weights = _Weights(w, b_hn, bias, w_sum)
     # not `load_states`: it adds these addresses up in another order, with which ptxas spills for an LSTM of 127 units
-    states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    states = (gl.load(h0_ptr + tile.seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     if c0_ptr is not None:
-        states += (gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
-    fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq * H + unit, mask, RESET_STATE)
+        states += (gl.load(c0_ptr + tile.seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, tile.seq * H + unit, mask, RESET_STATE)
     buffers = allocate_operands(1, BLOCK_H)
     for i in range(0, T, DEPTH):
         for k in gl.static_range(DEPTH):
             states, next_inputs = _forward_step(
-                i + k, states, inputs[0], buffers[k % 2], w, b_hn, bias, w_sum, fixed,
-                xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr,
-                c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride,
-                unit, mask,
-                STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, RESET_STATE, H, DEPTH, DTYPE, REVERSE, PRECISION,
+                i + k, states, inputs[0], buffers[k % 2], weights, fixed, a, tile, config
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
 
 
 @gluon.jit
-def _load_saved(
-    i, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T,
-    stride, unit, mask, H: gl.constexpr, COUNT: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
+def _load_saved(i, a, tile, config: gl.constexpr):
     """Loads what step min(i, T - 1) of the backward pass reads."""
-    row = backward_rows(row, i, T, stride, REVERSE)
-    at = row * H + unit
+    mask = tile.mask
+    row = backward_rows(tile.row, i, tile.T, tile.stride, config.REVERSE)
+    at = row * config.H + tile.unit
     factors = ()
-    if dc_dh_ptr is not None:
-        factors += (gl.load(dc_dh_ptr + at, mask=mask, other=0.0),)
-    if carry_gate_ptr is not None:
-        factors += (gl.load(carry_gate_ptr + at, mask=mask, other=0.0),)
-    dys = (gl.load(dhs_ptr + at, mask=mask, other=0.0),)
-    if dcs_ptr is not None:
-        dys += (gl.load(dcs_ptr + at, mask=mask, other=0.0),)
+    if a.dc_dh_ptr is not None:
+        factors += (gl.load(a.dc_dh_ptr + at, mask=mask, other=0.0),)
+    if a.carry_gate_ptr is not None:
+        factors += (gl.load(a.carry_gate_ptr + at, mask=mask, other=0.0),)
+    dys = (gl.load(a.dhs_ptr + at, mask=mask, other=0.0),)
+    if a.dcs_ptr is not None:
+        dys += (gl.load(a.dcs_ptr + at, mask=mask, other=0.0),)
     of_norm = ()
-    if norm_state_ptr is not None:
-        of_norm = (gl.load(norm_state_ptr + at, mask=mask, other=0.0), gl.load(scale_ptr + row))
-    return load_local_grads(local_grads_ptr, at, mask, COUNT), factors, dys, load_reset(reset_ptr, row), of_norm
+    if a.norm_state_ptr is not None:
+        of_norm = (gl.load(a.norm_state_ptr + at, mask=mask, other=0.0), gl.load(a.scale_ptr + row))
+    local_grads = load_local_grads(a.local_grads_ptr, at, mask, config.COUNT)
+    return local_grads, factors, dys, load_reset(a.reset_ptr, row), of_norm
 
 
 @gluon.jit
-def _backward_step(
-    i, dstates, saved, buffers, w,
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr,
-    dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
-    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    COUNT: gl.constexpr, STATES: gl.constexpr, H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr,
-    REVERSE: gl.constexpr,
-):  # fmt: skip
+def _backward_step(i, dstates, saved, buffers, w, a, tile, config: gl.constexpr):
     """Runs step i and prefetches what step i + DEPTH reads."""
+    GATES: gl.constexpr = config.GATES
+    NORM_WIDTH: gl.constexpr = config.NORM_WIDTH
+    H: gl.constexpr = config.H
+    DTYPE: gl.constexpr = config.DTYPE
+    T, unit, mask = tile.T, tile.unit, tile.mask
     packed, stored_factors, dys, reset, of_norm = saved
-    local_grads = unpack_local_grads(packed, COUNT)
+    local_grads = unpack_local_grads(packed, config.COUNT)
     factors = ()
     for k in gl.static_range(len(stored_factors)):
         factors += (stored_factors[k].to(gl.float32),)
     dh = dstates[0] + dys[0].to(gl.float32)
     if NORM_WIDTH > 0:
         dnorm = gl.sum(rounded_product(dh, local_grads[GATES]), axis=0)
-        unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
+        unscaled, carried = config.GRAD_STEP((dh,), local_grads[:GATES], factors)
         grads = scaled(unscaled, of_norm[1])
     else:
-        grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
+        grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, a.dcs_ptr, config.GRAD_STEP)
     multiplied = operands_of(grads, GATES)
     for gate in gl.static_range(GATES):
         store_operand(buffers[gate], multiplied[gate], DTYPE)
@@ -228,30 +271,27 @@ def _backward_step(
     for gate in gl.static_range(1, GATES):
         w_gate = to_registers(w[gate])
         parts += partial_row_sums(w_gate * load_operand(buffers[gate], w_gate))
-    saved = _load_saved(
-        i + DEPTH, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
-        row, T, stride, unit, mask, H, COUNT, REVERSE,
-    )  # fmt: skip
+    saved = _load_saved(i + config.DEPTH, a, tile, config)
     live = mask & (i < T)  # nothing is stored for a step past the last
-    row = backward_rows(row, i, T, stride, REVERSE)
+    row = backward_rows(tile.row, i, T, tile.stride, config.REVERSE)
     at = row * H + unit
-    dxp = dxp_ptr + row * (GATES * H) + unit
+    dxp = a.dxp_ptr + row * (GATES * H) + unit
     for gate in gl.static_range(GATES):
-        gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=live)
-    if SEPARATE:
-        gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
+        gl.store(dxp + gate * H, grads[gate].to(a.dxp_ptr.dtype.element_ty), mask=live)
+    if config.SEPARATE:
+        gl.store(a.dhn_ptr + at, grads[GATES].to(a.dhn_ptr.dtype.element_ty), mask=live)
     product = sum_rows(parts, w[0])
-    if STATES == 1 and len(carried) > 0:
+    if config.STATES == 1 and len(carried) > 0:
         product = carried[0] + product
     if NORM_WIDTH > 0:
-        gl.store(dnorm_ptr + row, dnorm, mask=i < T)
+        gl.store(a.dnorm_ptr + row, dnorm, mask=i < T)
         product -= of_norm[0].to(gl.float32) * (of_norm[1] * dnorm * (1.0 / NORM_WIDTH))
     dstates = (product,)
-    if STATES > 1:
+    if config.STATES > 1:
         dstates += carried
-    if reset_ptr is not None:
-        dstates = reset_gradients(dstates, reset, dreset_h_ptr, dreset_c_ptr, at, live)
-    store_states(dh0_ptr, dc0_ptr, seq * H + unit, dstates, mask & (i == T - 1))
+    if a.reset_ptr is not None:
+        dstates = reset_gradients(dstates, reset, a.dreset_h_ptr, a.dreset_c_ptr, at, live)
+    store_states(a.dh0_ptr, a.dc0_ptr, tile.seq * H + unit, dstates, mask & (i == T - 1))
     return dstates, saved
 
 
@@ -263,34 +303,33 @@ def backward_kernel(
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `streamed.backward_kernel`.
+    """Runs the backward pass; the arrays are those of `arrays.Backward`.
 
     SHARED_GATES is the number of gates whose weights are in shared memory.
     """
     DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
-    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
     STATES: gl.constexpr = 1 if dc0_ptr is None else 2
-    model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 1
+    config: gl.constexpr = _BackwardConfig(
+        GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, COUNT, STATES, H, REVERSE, DTYPE, DEPTH
+    )  # fmt: skip
+    a = arrays.Backward(
+        w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+        dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    )  # fmt: skip
+    model, tile = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    unit, mask = tile.unit, tile.mask
     saved = no_loads()
     for k in gl.static_range(DEPTH):
-        first = _load_saved(
-            k, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, row,
-            T, stride, unit, mask, H, COUNT, REVERSE,
-        )  # fmt: skip
-        saved = then(saved, first)
+        saved = then(saved, _load_saved(k, a, tile, config))
     w = load_gate_weights(w_hh_ptr + model * (GATES * H * H), H, H, GATES * H, BLOCK_H, GATES, SHARED_GATES)
-    dstates = (gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    dstates = (gl.load(dh_last_ptr + tile.seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     if STATES > 1:
-        dstates += (gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+        dstates += (gl.load(dc_last_ptr + tile.seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     buffers = allocate_operands(GATES, BLOCK_H)
     for i in range(0, T, UNROLL):
         for k in gl.static_range(UNROLL):
-            dstates, next_saved = _backward_step(
-                i + k, dstates, saved[0], buffers[k % 2], w,
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
-                dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit,
-                mask, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, COUNT, STATES, H, DEPTH, DTYPE, REVERSE,
-            )  # fmt: skip
+            dstates, next_saved = _backward_step(i + k, dstates, saved[0], buffers[k % 2], w, a, tile, config)
             saved = then(saved[1:], next_saved)

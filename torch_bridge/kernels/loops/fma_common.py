@@ -25,6 +25,7 @@ that prefetched data is not moved between registers.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from torch_bridge.kernels.arrays import Tile
 from torch_bridge.kernels.common import clamp_to_float16, first_row, load_weight, time_order
 from torch_bridge.kernels.gluon_common import pack, packed_type, unpack
 
@@ -141,15 +142,14 @@ def sum_rows(parts, w):
 def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr):
     """Locates the sequence of this program in arrays of rows `[G, T, B]`.
 
-    Returns the model, the units and their mask, the sequence, its row at time index 0, and the number of rows from one
-    time index to the next (`common.time_order`).
+    Returns the model, and the tile that is the sequence.
     """
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     seq = gl.program_id(0).to(gl.int64)
     model = seq // Q
     row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
-    return model, unit, unit < H, seq, row, stride
+    return model, Tile(T, seq, row, stride, unit, unit < H, True)
 
 
 @gluon.jit

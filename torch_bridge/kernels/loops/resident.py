@@ -26,14 +26,17 @@ each warp stores the sum over its 16 units in shared memory, and after the barri
 every thread adds the warps' sums. The kernels then have tiles of at most eight sequences.
 
 In both kernels, `saved` are the packed residuals of a step, and COUNT is the number of local gradients. `of_norm` is
-the tuple of a step's normalized state and the scale of its norm; without a norm it is empty.
+the tuple of a step's normalized state and the scale of its norm; without a norm it is empty. SCALED says that products
+are of float32, with scaled operands in float16.
 """
+
+from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels import names
+from torch_bridge.kernels import arrays, names
 from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_STEPPED,
@@ -83,6 +86,96 @@ from torch_bridge.kernels.gluon_common import (
     weights_scale,
     without_empty_columns,
 )
+
+
+class _Weights(NamedTuple):
+    """The weights of a forward program; `b_hn`, `bias` and `w_sum` are tiles that broadcast over sequences."""
+
+    w: Any  # register operands by gate
+    unscale: Any  # the factor that undoes the scale of `w`
+    b_hn: Any
+    bias: Any  # by gate
+    w_sum: Any  # by gate
+
+
+class _ForwardMemory(NamedTuple):
+    """The shared memory of even or of odd forward steps."""
+
+    operand: Any
+    sums: Any  # slots of the sums of a norm
+    slot: Any  # for the largest reset state, if EARLY and SCALED
+
+
+class _ForwardCarry(NamedTuple):
+    """The values that a forward step passes on to the next one; the latter is step i here."""
+
+    states: Any
+    scale: Any  # of hidden states, by sequence
+    new: Any  # reset states of step i
+    after: Any  # reset states of step i + 1 if EARLY
+    new_scale: Any  # scale after a reset to `new`
+    x: Any  # input projections of step i by gate
+    reset: Any  # of step i
+    statistics: Any  # of the inputs of step i, for the norm
+    saved: Any  # residuals of step i - 1
+    of_norm: Any  # of step i - 1
+
+
+class _ForwardConfig(NamedTuple):
+    """The compile-time values of a forward kernel."""
+
+    STEP: Any
+    RESIDUALS: Any
+    GATES: Any
+    SEPARATE: Any
+    NORM_WIDTH: Any
+    COUNT: Any
+    RESET_STATE: Any
+    H: Any
+    BLOCK_B: Any
+    REVERSE: Any
+    SCALED: Any
+    LATE: Any  # whether a step's results are stored during the next step's product; see the top of this file
+    EARLY: Any  # whether registers can hold the reset states of the next two steps
+    ZEROS: Any  # whether zeros in empty columns are faster
+    UNITS: Any  # layout of a tile of states
+
+
+class _BackwardMemory(NamedTuple):
+    """The shared memory of even or of odd backward steps."""
+
+    operands: Any  # by gate
+    slot: Any  # for the next bound
+    sums: Any  # slots of the sums of a norm
+
+
+class _BackwardCarry(NamedTuple):
+    """The values that a backward step passes on to the next one; the latter is step i here."""
+
+    dstates: Any
+    saved: Any  # residuals of step i
+    reset: Any  # of step i
+    of_norm: Any  # of step i
+    dys: Any  # gradients of the outputs of step i
+    next_dys: Any  # those of step i + 1
+    bound: Any  # see `_backward_step`
+
+
+class _BackwardConfig(NamedTuple):
+    """The compile-time values of a backward kernel."""
+
+    GRAD_STEP: Any
+    GATES: Any
+    SEPARATE: Any
+    NORM_WIDTH: Any
+    PACKED: Any
+    COUNT: Any
+    STATES: Any
+    H: Any
+    BLOCK_B: Any
+    REVERSE: Any
+    SCALED: Any
+    UNITS: Any  # layout of a tile of states
 
 
 @gluon.jit
@@ -160,134 +253,126 @@ def _load_over_warps(slot, UNITS: gl.constexpr, REDUCE: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(
-    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr, GATES: gl.constexpr
-):  # fmt: skip
+def _load_step(a, tile, rows, H: gl.constexpr, GATES: gl.constexpr):
     """Loads the inputs of a forward step: projections by gate, resets, and the statistics that a norm needs."""
-    x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
-    return x, load_resets(reset_ptr, rows, mask_q), load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q)
+    x = load_inputs(a.xp_ptr + rows[None, :] * (GATES * H) + tile.unit[:, None], tile.mask, H, GATES)
+    reset = load_resets(a.reset_ptr, rows, tile.mask_q)
+    return x, reset, load_statistics(a.x_norm_ptr, a.x_mean_ptr, rows, tile.mask_q)
 
 
 @gluon.jit
-def _store_results(
-    i, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-    norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H: gl.constexpr, COUNT: gl.constexpr,
-    REVERSE: gl.constexpr,
-):  # fmt: skip
+def _store_results(i, states, saved, of_norm, a, tile, config: gl.constexpr):
     """Stores the results of step i, if there is such a step."""
-    step_rows = row + step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, REVERSE) * stride
+    T = tile.T
+    step_rows = tile.row + step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, config.REVERSE) * tile.stride
     rows = step_rows[None, :]
-    live = mask & (i >= 0) & (i < T)
-    at = rows * H + unit[:, None]
-    store_states(hs_ptr, cs_ptr, at, states, live)
-    if local_grads_ptr is not None:
-        store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit[:, None], live, saved, H, COUNT)
-        if norm_state_ptr is not None:
-            gl.store(norm_state_ptr + at, of_norm[0], mask=live)
-            gl.store(scale_ptr + step_rows, of_norm[1], mask=mask_q & (i >= 0) & (i < T))
-    store_states(h_last_ptr, c_last_ptr, seq[None, :] * H + unit[:, None], states, mask & (i == T - 1))
+    unit = tile.unit[:, None]
+    live = tile.mask & (i >= 0) & (i < T)
+    at = rows * config.H + unit
+    store_states(a.hs_ptr, a.cs_ptr, at, states, live)
+    if a.local_grads_ptr is not None:
+        store_residuals(
+            a.local_grads_ptr, a.dc_dh_ptr, a.carry_gate_ptr, rows, unit, live, saved, config.H, config.COUNT
+        )  # fmt: skip
+        if a.norm_state_ptr is not None:
+            gl.store(a.norm_state_ptr + at, of_norm[0], mask=live)
+            gl.store(a.scale_ptr + step_rows, of_norm[1], mask=tile.mask_q & (i >= 0) & (i < T))
+    last = tile.seq[None, :] * config.H + unit
+    store_states(a.h_last_ptr, a.c_last_ptr, last, states, tile.mask & (i == T - 1))
 
 
 @gluon.jit
-def _forward_step(
-    i, states, saved, of_norm, x, reset, new, new_scale, after, statistics, buffer, sums, slot, w, b_hn, bias, w_sum,
-    scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr,
-    h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride,
-    unit, mask, mask_q,
-    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    COUNT: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
-    UNITS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr, ZEROS: gl.constexpr, BLOCK_B: gl.constexpr,
-):  # fmt: skip
+def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexpr):
     """Runs step i, and loads the inputs of step i + 1.
 
-    `new` are the reset states of this step, and `new_scale` is the scale after a reset to them. If EARLY, `after` are
-    those of step i + 1; the step loads those of step i + 2, and computes the scale for step i + 1 through `slot`.
+    If EARLY, loads the reset states of step i + 2, and computes the scale for step i + 1 through `slot`.
 
-    If LATE, stores the results of step i - 1, which are the arguments `states`, `saved` and `of_norm`; otherwise stores
-    those of step i. `buffer`, `sums` and `slot` are the shared memory of this step.
+    If LATE, stores the results of step i - 1, which are in `carry`; otherwise stores those of step i. `a` are the
+    arrays.
     """
-    next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
+    GATES: gl.constexpr = config.GATES
+    NORM_WIDTH: gl.constexpr = config.NORM_WIDTH
+    H: gl.constexpr = config.H
+    SCALED: gl.constexpr = config.SCALED
+    EARLY: gl.constexpr = config.EARLY
+    UNITS: gl.constexpr = config.UNITS
+    states, scale, new, after, new_scale, x, reset, statistics, saved, of_norm = carry
+    next_rows = forward_rows(tile.row, i + 1, tile.T, tile.stride, config.REVERSE)
     # The next inputs are loaded before the product if registers can hold the inputs of two steps: always, except in
     # float32 if the tile has sixteen sequences.
-    PREFETCH_INPUTS: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
+    PREFETCH_INPUTS: gl.constexpr = zeros.shape[1] <= 8 or a.xp_ptr.dtype.element_ty != gl.float32
     if PREFETCH_INPUTS:
-        next_x, next_reset, next_statistics = _load_step(
-            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
-        )  # fmt: skip
+        next_x, next_reset, next_statistics = _load_step(a, tile, next_rows, H, GATES)
     next_new = new
     next_scale = new_scale
     if EARLY:
         next_new = after
-        rows = forward_rows(row, i + 2, T, stride, REVERSE)
-        after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
+        rows = forward_rows(tile.row, i + 2, tile.T, tile.stride, config.REVERSE)
+        after = load_states(a.reset_h_ptr, a.reset_c_ptr, rows[None, :] * H + tile.unit[:, None], tile.mask)
         if SCALED:
-            _store_by_warp(slot, gl.abs(next_new[0]), gl.max)
+            _store_by_warp(memory.slot, gl.abs(next_new[0]), gl.max)
     before = states
-    if reset_ptr is not None:
-        if RESET_STATE == RESET_STEPPED and not EARLY:
-            rows = forward_rows(row, i, T, stride, REVERSE)
-            at = rows[None, :] * H + unit[:, None]
-            of_episode = load_states(reset_h_ptr, reset_c_ptr, at, mask & reset[None, :])
+    if a.reset_ptr is not None:
+        if config.RESET_STATE == RESET_STEPPED and not EARLY:
+            rows = forward_rows(tile.row, i, tile.T, tile.stride, config.REVERSE)
+            at = rows[None, :] * H + tile.unit[:, None]
+            of_episode = load_states(a.reset_h_ptr, a.reset_c_ptr, at, tile.mask & reset[None, :])
         else:
             of_episode = new
-        before, scale = scaled_reset_states(states, scale, reset, of_episode, new_scale, RESET_STATE, EARLY, SCALED)
-    _store_operand(buffer, before[0], scale, SCALED)
-    if NORM_WIDTH > 0:
-        _store_by_warp(sums[0], before[0] * before[0], gl.sum)
-        if x_mean_ptr is not None:
-            _store_by_warp(sums[1], before[0], gl.sum)
-    barrier()
-    if LATE:
-        _store_results(
-            i - 1, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
-            carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
+        before, scale = scaled_reset_states(
+            states, scale, reset, of_episode, new_scale, config.RESET_STATE, EARLY, SCALED
         )  # fmt: skip
-    operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
+    _store_operand(memory.operand, before[0], scale, SCALED)
+    if NORM_WIDTH > 0:
+        _store_by_warp(memory.sums[0], before[0] * before[0], gl.sum)
+        if a.x_mean_ptr is not None:
+            _store_by_warp(memory.sums[1], before[0], gl.sum)
+    barrier()
+    if config.LATE:
+        _store_results(i - 1, states, saved, of_norm, a, tile, config)
+    operand = memory.operand.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
     started = ()  # products in the order in which they start; `product_order` is its own inverse
     for k in gl.static_range(GATES):
-        started += (by_unit(mma_v2(w[product_order(k, GATES)], operand, zeros), UNITS),)
+        started += (by_unit(mma_v2(weights.w[product_order(k, GATES)], operand, zeros), UNITS),)
     if NORM_WIDTH > 0:
         # the sum of squares of the state and, for LayerNorm, its sum
-        of_state = (_load_over_warps(sums[0], UNITS, gl.sum),)
-        if x_mean_ptr is not None:
-            of_state += (_load_over_warps(sums[1], UNITS, gl.sum),)
+        of_state = (_load_over_warps(memory.sums[0], UNITS, gl.sum),)
+        if a.x_mean_ptr is not None:
+            of_state += (_load_over_warps(memory.sums[1], UNITS, gl.sum),)
         norm_scale = scale_of_norm(of_state, statistics, H, NORM_WIDTH)
     products = ()
     unscale = scale
     if SCALED:
-        unscale = inverse(scale) * w_unscale
+        unscale = inverse(scale) * weights.unscale
     for gate in gl.static_range(GATES):
         product = started[product_order(gate, GATES)]
         if SCALED:
             product = product * unscale
         products += (product,)
     if not PREFETCH_INPUTS:
-        next_x, next_reset, next_statistics = _load_step(
-            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
-        )  # fmt: skip
+        next_x, next_reset, next_statistics = _load_step(a, tile, next_rows, H, GATES)
     if EARLY and SCALED:
-        next_scale = scale_from_largest(_load_over_warps(slot, UNITS, gl.max))[None, :]
-    if x_mean_ptr is not None:
-        x = subtract_mean(x, statistics[1][None, :], w_sum)
-    gates = add_inputs(products, x, b_hn, SEPARATE)
+        next_scale = scale_from_largest(_load_over_warps(memory.slot, UNITS, gl.max))[None, :]
+    if a.x_mean_ptr is not None:
+        x = subtract_mean(x, statistics[1][None, :], weights.w_sum)
+    gates = add_inputs(products, x, weights.b_hn, config.SEPARATE)
     if NORM_WIDTH > 0:
-        normalized, gates = normalize(gates, norm_scale[None, :], bias)
-    states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
-    if ZEROS:
-        states = states_without_empty_columns(states, BLOCK_B)
-    if local_grads_ptr is not None:
-        local_grads, factors = RESIDUALS(activations, before)
+        normalized, gates = normalize(gates, norm_scale[None, :], weights.bias)
+    states, activations = config.STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
+    if config.ZEROS:
+        states = states_without_empty_columns(states, config.BLOCK_B)
+    if a.local_grads_ptr is not None:
+        local_grads, factors = config.RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
             local_grads = with_norm_grad(local_grads, normalized)
             norm_state = normalized_state(before[0], of_state, statistics, norm_scale, H, NORM_WIDTH)
-            of_norm = (norm_state.to(norm_state_ptr.dtype.element_ty), norm_scale)
-        saved = pack_residuals(local_grads, factors, dc_dh_ptr)
-    if not LATE:
-        _store_results(
-            i, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
-            carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
-        )  # fmt: skip
-    return states, saved, of_norm, scale, next_x, next_reset, next_new, next_scale, after, next_statistics
+            of_norm = (norm_state.to(a.norm_state_ptr.dtype.element_ty), norm_scale)
+        saved = pack_residuals(local_grads, factors, a.dc_dh_ptr)
+    if not config.LATE:
+        _store_results(i, states, saved, of_norm, a, tile, config)
+    return _ForwardCarry(
+        states, scale, next_new, after, next_scale, next_x, next_reset, next_statistics, saved, of_norm
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "fwd"))
@@ -300,41 +385,50 @@ def forward_kernel(
     NORM_WIDTH: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr,
     REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `streamed.forward_kernel`."""
+    """Runs the forward pass; the arrays are those of `arrays.Forward`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
-    # whether a step's results are stored during the next step's product; see the top of this file
     LATE: gl.constexpr = (GATES < 4 and NORM_WIDTH == 0) or BLOCK_H < 128 or BLOCK_B < 8
-    # whether registers can hold the reset states of the next two steps
     EARLY: gl.constexpr = RESET_STATE == RESET_STEPPED and (c0_ptr is None or BLOCK_H < 128 or BLOCK_B < 8)
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
-    # whether zeros in empty columns are faster
     ZEROS: gl.constexpr = BLOCK_B == 1 or GATES < 4 or (SCALED and BLOCK_H == 128)
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     UNITS: gl.constexpr = units_layout(WARPS, COLS)
+    config: gl.constexpr = _ForwardConfig(
+        STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, BLOCK_B, REVERSE, SCALED, LATE, EARLY,
+        ZEROS, UNITS,
+    )  # fmt: skip
+    a = arrays.Forward(
+        w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
+        reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+        norm_state_ptr, scale_ptr,
+    )  # fmt: skip
     model = (gl.program_id(0) // tiles).to(gl.int64)
-    tile = gl.program_id(0) % tiles
+    nth = gl.program_id(0) % tiles
     w, w_unscale, _ = _load_weights(
         w_hh_t_ptr + model * (GATES * H * H), H, H * H, H, BLOCK_H, GATES, DTYPE, ACC
     )  # fmt: skip
 
-    unit, mask_q, mask, seq, row, stride = locate_tile(model, tile, T, B, Q, H, BLOCK_H, BLOCK_B, COLS, REVERSE, UNITS)
+    tile = locate_tile(model, nth, T, B, Q, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
+    unit = tile.unit
     b_hn = 0.0
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
     bias = load_biases(bias_ptr, model, unit, H, GATES, True)
     w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, True)
-    states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
+    weights = _Weights(w, w_unscale, b_hn, bias, w_sum)
+    first = tile.seq[None, :] * H + unit[:, None]
+    states = load_states(h0_ptr, c0_ptr, first, tile.mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
-    new = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask, RESET_STATE)
+    new = fixed_reset_states(reset_h_ptr, reset_c_ptr, first, tile.mask, RESET_STATE)
     after = new
     if EARLY:
-        rows = forward_rows(row, 0, T, stride, REVERSE)
-        new = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
-        rows = forward_rows(row, 1, T, stride, REVERSE)
-        after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
+        rows = forward_rows(tile.row, 0, T, tile.stride, REVERSE)
+        new = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], tile.mask)
+        rows = forward_rows(tile.row, 1, T, tile.stride, REVERSE)
+        after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], tile.mask)
     new_scale = scale
     if SCALED:
         scale = scale_from_magnitudes(gl.abs(states[0]))[None, :]
@@ -346,17 +440,16 @@ def forward_kernel(
     SUMS: gl.constexpr = 0 if NORM_WIDTH == 0 else 1 if x_mean_ptr is None else 2
     # with four warps and few sequences, sums that are adjacent in shared memory are faster
     ORDER: gl.constexpr = [0, 1] if BLOCK_H < 128 and BLOCK_B < 8 else [1, 0]
-    even_sums = _allocate_slots(SUMS, COLS, ORDER)
-    odd_sums = _allocate_slots(SUMS, COLS, ORDER)
     SLOTS: gl.constexpr = 1 if EARLY and SCALED else 0
     gl.static_assert(COLS == 8 or SLOTS == 0, "the layout of a slot has eight columns")
+    even_sums = _allocate_slots(SUMS, COLS, ORDER)
+    odd_sums = _allocate_slots(SUMS, COLS, ORDER)
     even_slot = _allocate_slots(SLOTS, COLS, [0, 1]) + (0,)  # 0 is a placeholder if there is no slot
     odd_slot = _allocate_slots(SLOTS, COLS, [0, 1]) + (0,)
+    even_memory = _ForwardMemory(even[0], even_sums, even_slot[0])
+    odd_memory = _ForwardMemory(odd[0], odd_sums, odd_slot[0])
 
-    x, reset, statistics = _load_step(
-        xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H,
-        GATES,
-    )  # fmt: skip
+    x, reset, statistics = _load_step(a, tile, tile.row + step_time(0, T, REVERSE) * tile.stride, H, GATES)
     saved = ()
     of_norm = ()
     if local_grads_ptr is not None:  # placeholders, which are not stored, because no step has run yet
@@ -365,46 +458,27 @@ def forward_kernel(
             of_norm = (states[0].to(norm_state_ptr.dtype.element_ty), statistics[0])
         else:
             saved = no_residuals(states[0], dc_dh_ptr, COUNT, FACTORS)
+    carry = _ForwardCarry(states, scale, new, after, new_scale, x, reset, statistics, saved, of_norm)
     barrier()
     for i in range(0, T, 2):
-        states, saved, of_norm, scale, x, reset, new, new_scale, after, statistics = _forward_step(
-            i, states, saved, of_norm, x, reset, new, new_scale, after, statistics, even[0], even_sums, even_slot[0],
-            w, b_hn, bias, w_sum, scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr,
-            reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-            norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
-            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE, EARLY,
-            ZEROS, BLOCK_B,
-        )  # fmt: skip
-        states, saved, of_norm, scale, x, reset, new, new_scale, after, statistics = _forward_step(
-            i + 1, states, saved, of_norm, x, reset, new, new_scale, after, statistics, odd[0], odd_sums, odd_slot[0],
-            w, b_hn, bias, w_sum, scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr,
-            reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-            norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
-            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE, EARLY,
-            ZEROS, BLOCK_B,
-        )  # fmt: skip
+        carry = _forward_step(i, carry, even_memory, weights, zeros, a, tile, config)
+        carry = _forward_step(i + 1, carry, odd_memory, weights, zeros, a, tile, config)
     if LATE:
         steps = (T + 1) // 2 * 2  # number of steps that the loop ran: T, rounded up to a multiple of two
-        _store_results(
-            steps - 1, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
-            carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
-        )  # fmt: skip
+        _store_results(steps - 1, carry.states, carry.saved, carry.of_norm, a, tile, config)
 
 
 @gluon.jit
-def _load_saved(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, rows, unit, mask, mask_q,
-    H: gl.constexpr, COUNT: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def _load_saved(a, tile, rows, H: gl.constexpr, COUNT: gl.constexpr, PACKED: gl.constexpr):
     """Loads what a backward step reads of the forward pass; returns the residuals, the resets, and `of_norm`."""
     of_norm = ()
-    if norm_state_ptr is not None:
-        norm_state = gl.load(norm_state_ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)
-        of_norm = (norm_state, gl.load(scale_ptr + rows, mask=mask_q, other=1.0))
+    if a.norm_state_ptr is not None:
+        norm_state = gl.load(a.norm_state_ptr + rows[None, :] * H + tile.unit[:, None], mask=tile.mask, other=0.0)
+        of_norm = (norm_state, gl.load(a.scale_ptr + rows, mask=tile.mask_q, other=1.0))
     saved = load_residuals(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, PACKED
+        a.local_grads_ptr, a.dc_dh_ptr, a.carry_gate_ptr, rows[None, :], tile.unit[:, None], tile.mask, H, COUNT, PACKED
     )
-    return saved, load_resets(reset_ptr, rows, mask_q), of_norm
+    return saved, load_resets(a.reset_ptr, rows, tile.mask_q), of_norm
 
 
 @gluon.jit
@@ -440,14 +514,7 @@ def _multiply(w, operands, zeros, GATES: gl.constexpr):
 
 
 @gluon.jit
-def _backward_step(
-    i, dstates, dys, next_dys, saved, reset, of_norm, bound, operands, slot, sums, w, w_bound, w_unscale, zeros,
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr,
-    dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
-    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    PACKED: gl.constexpr, COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
-    UNITS: gl.constexpr, STATES: gl.constexpr, BLOCK_B: gl.constexpr,
-):  # fmt: skip
+def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexpr):
     """Runs step i, and loads the residuals of step i + 1 and the gradients of the outputs of step i + 2.
 
     Step 0 is the last in the order of the forward pass.
@@ -462,39 +529,42 @@ def _backward_step(
       |y D s / n| if the cell has a norm, with the names of `streamed.py`
     A sum of maxima needs a reduction over units for each term. Each unit instead adds up its own terms, and the largest
     of these sums times the number of terms (TERMS) is an upper bound, too. Where an episode starts, only the terms of
-    the outputs remain.
+    the outputs remain. `a` are the arrays.
     """
+    GATES: gl.constexpr = config.GATES
+    NORM_WIDTH: gl.constexpr = config.NORM_WIDTH
+    STATES: gl.constexpr = config.STATES
+    H: gl.constexpr = config.H
+    SCALED: gl.constexpr = config.SCALED
+    UNITS: gl.constexpr = config.UNITS
+    T = tile.T
+    mask = tile.mask
+    w, w_unscale, w_bound = weights
+    dstates, saved, this_reset, this_norm, this_dys, dys, bound = carry
     ROOMY: gl.constexpr = GATES < 4  # there are registers to overlap memory accesses with products
     live = mask & (i < T)  # nothing is stored for a step past the last
-    local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
-    this_reset = reset
-    this_norm = of_norm
-    this_dys = dys
-    dys = next_dys
+    local_grads, factors = unpack_residuals(saved, config.COUNT, config.PACKED)
     if ROOMY:
-        next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-        saved, reset, of_norm = _load_saved(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, next_rows, unit, mask,
-            mask_q, H, COUNT, PACKED,
-        )  # fmt: skip
-        next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
-        next_dys = load_gradients(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
+        next_rows = backward_rows(tile.row, i + 1, T, tile.stride, config.REVERSE)
+        saved, reset, of_norm = _load_saved(a, tile, next_rows, H, config.COUNT, config.PACKED)
+        next_rows = backward_rows(tile.row, i + 2, T, tile.stride, config.REVERSE)
+        next_dys = load_gradients(a.dhs_ptr, a.dcs_ptr, next_rows, tile.unit, mask, H)
 
     dh = dstates[0] + this_dys[0].to(gl.float32)
     if NORM_WIDTH > 0:
-        _store_by_warp(sums[0], dh * local_grads[GATES], gl.sum)
+        _store_by_warp(memory.sums[0], dh * local_grads[GATES], gl.sum)
         norm_scale = this_norm[1][None, :]
-        unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
+        unscaled, carried = config.GRAD_STEP((dh,), local_grads[:GATES], factors)
         grads = scaled(unscaled, norm_scale)
         kept = gl.abs(dh)
     elif STATES == 1:
-        grads, carried = GRAD_STEP((dh,), local_grads, factors)
+        grads, carried = config.GRAD_STEP((dh,), local_grads, factors)
         kept = gl.abs(dh)
     else:
         dc = dstates[1] + dh * factors[0]
-        if dcs_ptr is not None:
+        if a.dcs_ptr is not None:
             dc += this_dys[1].to(gl.float32)
-        grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+        grads, carried = config.GRAD_STEP((dh, dc), local_grads, factors)
         kept = gl.abs(carried[0])
     scale = zeros  # placeholders, which are not used unless SCALED
     unscale = zeros
@@ -506,21 +576,21 @@ def _backward_step(
         else:
             scale = scale_to_float16(bound, 0)[None, :]
         unscale = inverse(scale) * w_unscale
-    rows = row + step_time(T - 1 - i, T, REVERSE) * stride
-    at = rows[None, :] * H + unit[:, None]
-    dxp = dxp_ptr + rows[None, :] * (GATES * H) + unit[:, None]
+    rows = tile.row + step_time(T - 1 - i, T, config.REVERSE) * tile.stride
+    at = rows[None, :] * H + tile.unit[:, None]
+    dxp = a.dxp_ptr + rows[None, :] * (GATES * H) + tile.unit[:, None]
     multiplied = operands_of(grads, GATES)
     for gate in gl.static_range(GATES):
-        _store_operand(operands[gate], multiplied[gate], scale, SCALED)
+        _store_operand(memory.operands[gate], multiplied[gate], scale, SCALED)
         if not ROOMY:
-            gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=live)
+            gl.store(dxp + gate * H, grads[gate].to(a.dxp_ptr.dtype.element_ty), mask=live)
     if ROOMY:
         barrier()
-        product = _multiply(w, operands, zeros, GATES)
+        product = _multiply(w, memory.operands, zeros, GATES)
 
     if NORM_WIDTH > 0:
-        dnorm = _load_over_warps(sums[0], UNITS, gl.sum)  # D in `streamed.py`; `of_state` is y D s / n
-        gl.store(dnorm_ptr + rows, dnorm, mask=mask_q & (i < T))
+        dnorm = _load_over_warps(memory.sums[0], UNITS, gl.sum)  # D in `streamed.py`; `of_state` is y D s / n
+        gl.store(a.dnorm_ptr + rows, dnorm, mask=tile.mask_q & (i < T))
         of_state = this_norm[0].to(gl.float32) * (this_norm[1] * dnorm * (1.0 / NORM_WIDTH))[None, :]
     # if ROOMY, this overlaps with the product
     if SCALED:
@@ -530,29 +600,26 @@ def _backward_step(
         largest = kept + w_bound * largest
         if NORM_WIDTH > 0:
             largest += gl.abs(of_state)
-        if reset_ptr is not None:
+        if a.reset_ptr is not None:
             largest = gl.where(this_reset[None, :], 0.0, largest)
-        _store_by_warp(slot, largest + _sum_of_magnitudes(dys), gl.max)
+        _store_by_warp(memory.slot, largest + _sum_of_magnitudes(dys), gl.max)
         if ROOMY:
             barrier()
     if ROOMY:
         for gate in gl.static_range(GATES):
-            gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=live)
+            gl.store(dxp + gate * H, grads[gate].to(a.dxp_ptr.dtype.element_ty), mask=live)
     else:
         barrier()
-        product = _multiply(w, operands, zeros, GATES)
-        next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-        saved, reset, of_norm = _load_saved(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, next_rows, unit, mask,
-            mask_q, H, COUNT, PACKED,
-        )  # fmt: skip
-        next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
-        next_dys = load_gradients(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
-    if SEPARATE:
-        gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
+        product = _multiply(w, memory.operands, zeros, GATES)
+        next_rows = backward_rows(tile.row, i + 1, T, tile.stride, config.REVERSE)
+        saved, reset, of_norm = _load_saved(a, tile, next_rows, H, config.COUNT, config.PACKED)
+        next_rows = backward_rows(tile.row, i + 2, T, tile.stride, config.REVERSE)
+        next_dys = load_gradients(a.dhs_ptr, a.dcs_ptr, next_rows, tile.unit, mask, H)
+    if config.SEPARATE:
+        gl.store(a.dhn_ptr + at, grads[GATES].to(a.dhn_ptr.dtype.element_ty), mask=live)
     if SCALED:
         TERMS: gl.constexpr = 2.0 + STATES + (1 if NORM_WIDTH > 0 else 0)
-        bound = without_empty_columns(TERMS * _load_over_warps(slot, UNITS, gl.max), BLOCK_B)
+        bound = without_empty_columns(TERMS * _load_over_warps(memory.slot, UNITS, gl.max), config.BLOCK_B)
 
     product = by_unit(product, UNITS)
     if SCALED:
@@ -564,14 +631,14 @@ def _backward_step(
     dstates = (product,)
     if STATES > 1:
         dstates += carried
-    dstates = states_without_empty_columns(dstates, BLOCK_B)
-    if reset_ptr is not None:
-        dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, live)
+    dstates = states_without_empty_columns(dstates, config.BLOCK_B)
+    if a.reset_ptr is not None:
+        dstates = reset_gradients(dstates, this_reset[None, :], a.dreset_h_ptr, a.dreset_c_ptr, at, live)
     if ROOMY:
-        store_states(dh0_ptr, dc0_ptr, seq[None, :] * H + unit[:, None], dstates, mask & (i == T - 1))
+        store_states(a.dh0_ptr, a.dc0_ptr, tile.seq[None, :] * H + tile.unit[:, None], dstates, mask & (i == T - 1))
     elif i == T - 1:  # without a branch, the compiler would compute the next step's addresses earlier, in registers
-        store_states(dh0_ptr, dc0_ptr, seq[None, :] * H + unit[:, None], dstates, mask)
-    return dstates, dys, next_dys, saved, reset, of_norm, bound
+        store_states(a.dh0_ptr, a.dc0_ptr, tile.seq[None, :] * H + tile.unit[:, None], dstates, mask)
+    return _BackwardCarry(dstates, saved, reset, of_norm, dys, next_dys, bound)
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "bwd"))
@@ -582,7 +649,7 @@ def backward_kernel(
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     PACKED: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `streamed.backward_kernel`."""
+    """Runs the backward pass; the arrays are those of `arrays.Backward`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
@@ -591,14 +658,21 @@ def backward_kernel(
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     UNITS: gl.constexpr = units_layout(WARPS, COLS)
+    config: gl.constexpr = _BackwardConfig(
+        GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED, COUNT, STATES, H, BLOCK_B, REVERSE, SCALED, UNITS
+    )  # fmt: skip
+    a = arrays.Backward(
+        w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+        dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    )  # fmt: skip
     model = (gl.program_id(0) // tiles).to(gl.int64)
-    tile = gl.program_id(0) % tiles
-    w, w_unscale, w_bound = _load_weights(
+    nth = gl.program_id(0) % tiles
+    weights = _load_weights(
         w_hh_ptr + model * (GATES * H * H), GATES * H, H, H, BLOCK_H, GATES, DTYPE, ACC
     )  # fmt: skip
 
-    unit, mask_q, mask, seq, row, stride = locate_tile(model, tile, T, B, Q, H, BLOCK_H, BLOCK_B, COLS, REVERSE, UNITS)
-    dstates = load_states(dh_last_ptr, dc_last_ptr, seq[None, :] * H + unit[:, None], mask)
+    tile = locate_tile(model, nth, T, B, Q, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
+    dstates = load_states(dh_last_ptr, dc_last_ptr, tile.seq[None, :] * H + tile.unit[:, None], tile.mask)
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
@@ -607,32 +681,20 @@ def backward_kernel(
     SUMS: gl.constexpr = 1 if NORM_WIDTH > 0 else 0
     even_sums = _allocate_slots(SUMS, COLS, [1, 0])
     odd_sums = _allocate_slots(SUMS, COLS, [1, 0])
+    even_memory = _BackwardMemory(even, even_slot, even_sums)
+    odd_memory = _BackwardMemory(odd, odd_slot, odd_sums)
 
-    rows = row + step_time(T - 1, T, REVERSE) * stride
-    saved, reset, of_norm = _load_saved(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, rows, unit, mask, mask_q, H,
-        COUNT, PACKED,
-    )  # fmt: skip
-    dys = load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
-    rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * stride
-    next_dys = load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
+    rows = tile.row + step_time(T - 1, T, REVERSE) * tile.stride
+    saved, reset, of_norm = _load_saved(a, tile, rows, H, COUNT, PACKED)
+    dys = load_gradients(dhs_ptr, dcs_ptr, rows, tile.unit, tile.mask, H)
+    rows = tile.row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * tile.stride
+    next_dys = load_gradients(dhs_ptr, dcs_ptr, rows, tile.unit, tile.mask, H)
     if STATES == 1:
         bound = gl.max(gl.abs(dstates[0] + dys[0].to(gl.float32)), axis=0)
     else:
         bound = gl.max(_sum_of_magnitudes(dstates) + _sum_of_magnitudes(dys), axis=0)
+    carry = _BackwardCarry(dstates, saved, reset, of_norm, dys, next_dys, bound)
     barrier()
     for i in range(0, T, 2):
-        dstates, dys, next_dys, saved, reset, of_norm, bound = _backward_step(
-            i, dstates, dys, next_dys, saved, reset, of_norm, bound, even, even_slot, even_sums, w, w_bound,
-            w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
-            dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
-            unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED, COUNT, H, SCALED, REVERSE, UNITS,
-            STATES, BLOCK_B,
-        )  # fmt: skip
-        dstates, dys, next_dys, saved, reset, of_norm, bound = _backward_step(
-            i + 1, dstates, dys, next_dys, saved, reset, of_norm, bound, odd, odd_slot, odd_sums, w, w_bound,
-            w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
-            dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
-            unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED, COUNT, H, SCALED, REVERSE, UNITS,
-            STATES, BLOCK_B,
-        )  # fmt: skip
+        carry = _backward_step(i, carry, even_memory, weights, zeros, a, tile, config)
+        carry = _backward_step(i + 1, carry, odd_memory, weights, zeros, a, tile, config)

@@ -59,7 +59,7 @@ def forward_kernel(
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr,
     BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, except for two.
+    """Runs the forward pass; the arrays are those of `arrays.Forward`, except for two.
 
     `exchange` is `[2, workers, BLOCK_B, SPLITS * 32]` in the dtype of the products' operands. `barrier` holds flags,
     int32 zeros `[workers, warps, 32]`: one for each warp of each program. The shape of `exchange` only gives its size;
@@ -138,7 +138,7 @@ def backward_kernel(
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_B: gl.constexpr,
     SPLITS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, except for four.
+    """Runs the backward pass; the arrays are those of `arrays.Backward`, except for four.
 
     `exchange` is `[2, workers, BLOCK_B, GATES, SPLITS * 32]` in the dtype of the products' operands. `bounds` is
     float32 `[2, workers, BLOCK_B, 32]`, or None if that dtype is bfloat16. `products` is int32 zeros `[workers, SPLITS,

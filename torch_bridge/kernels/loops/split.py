@@ -58,7 +58,7 @@ def forward_kernel(
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr,
     BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
+    """Runs the forward pass; the arrays are those of `arrays.Forward`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers, used in turn.
     A word holds two sequences of a unit. The number of the send follows it, by which a receiver recognizes a new word.
@@ -144,7 +144,7 @@ def backward_kernel(
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_B: gl.constexpr,
     SPLITS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
+    """Runs the backward pass; the arrays are those of `arrays.Backward`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers, used in turn, by receiving and
     then by sending program. A word is a float32 partial sum. Its last bit tells whether it is new.

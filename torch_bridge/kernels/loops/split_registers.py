@@ -337,7 +337,7 @@ def forward_kernel(
     RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr,
     SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
+    """Runs the forward pass; the arrays are those of `arrays.Forward`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B, BLOCK_H / 2, 2]`: two buffers, used in turn. A word holds
     two adjacent units of a sequence. The number of the send follows it, by which a receiver recognizes a new word.
@@ -563,7 +563,7 @@ def backward_kernel(
     BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange` and `sums`.
+    """Runs the backward pass; the arrays are those of `arrays.Backward`, but for `exchange` and `sums`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, BLOCK_H]`: two buffers, used in turn, by receiving
     and then by sending program. A word is a float32 partial sum. Its last bit tells whether it is new. `sums` is the

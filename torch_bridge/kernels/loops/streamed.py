@@ -24,10 +24,12 @@ normalized state, the gradient of h is `s (W^T dgates - y D / n)`, plus what goe
 multiplies `s dgates`, the gradients of `xp`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from torch_bridge.kernels import names
+from torch_bridge.kernels import arrays, names
 from torch_bridge.kernels.common import (
     first_row,
     load_biases,
@@ -58,6 +60,45 @@ from torch_bridge.kernels.loops.streamed_common import (
     stream_weight,
     wait,
 )
+
+
+class _ForwardConfig(NamedTuple):
+    """The compile-time values of a forward kernel."""
+
+    STEP: Any
+    RESIDUALS: Any
+    GATES: Any
+    SEPARATE: Any
+    NORM_WIDTH: Any
+    H: Any
+    BLOCK_H: Any
+    BLOCK_B: Any
+    BLOCK_K: Any
+    SPLITS: Any
+    STAGES: Any
+    RESET_STATE: Any
+    REVERSE: Any
+    PRECISION: Any
+
+
+class _BackwardConfig(NamedTuple):
+    """The compile-time values of a backward kernel."""
+
+    GRAD_STEP: Any
+    GATES: Any
+    SEPARATE: Any
+    NORM_WIDTH: Any
+    PACKED: Any
+    H: Any
+    BLOCK_H: Any
+    BLOCK_B: Any
+    BLOCK_K: Any
+    SPLITS: Any
+    STAGES: Any
+    REVERSE: Any
+    PRECISION: Any
+    GATES_PHASE: Any
+    PRODUCT_PHASE: Any
 
 
 @triton.jit
@@ -102,46 +143,43 @@ def _resident_weights(ptr, unit, STRIDE: tl.constexpr, NEXT: tl.constexpr, H: tl
 
 
 @triton.jit
-def _store_residuals(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, local_grads, factors, H: tl.constexpr,
-    NORM_WIDTH: tl.constexpr,
-):  # fmt: skip
+def _store_residuals(a, rows, tile, local_grads, factors, H: tl.constexpr, NORM_WIDTH: tl.constexpr):
     """Stores a step's residuals: if there is no array for a carry gate, as words that may overwrite the projections."""
     BOUNDED: tl.constexpr = NORM_WIDTH == 0
-    if len(factors) > 0 and carry_gate_ptr is None:
-        words_ptr = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    unit, mask = tile.unit, tile.mask
+    if len(factors) > 0 and a.carry_gate_ptr is None:
+        words_ptr = a.local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         first, second, third = pack_words(pack_float16x4(*local_grads, BOUNDED), factors[0])
         store_tile(words_ptr, rows, unit, 3 * H, mask, first)
         store_tile(words_ptr, rows, H + unit, 3 * H, mask, second)
         store_tile(words_ptr, rows, 2 * H + unit, 3 * H, mask, third)
     else:
-        store_local_grads(local_grads_ptr, rows, unit, mask, local_grads, H, BOUNDED)
-        if dc_dh_ptr is not None:
-            store_tile(dc_dh_ptr, rows, unit, H, mask, factors[0])
-        if carry_gate_ptr is not None:
-            store_tile(carry_gate_ptr, rows, unit, H, mask, factors[-1])
+        store_local_grads(a.local_grads_ptr, rows, unit, mask, local_grads, H, BOUNDED)
+        if a.dc_dh_ptr is not None:
+            store_tile(a.dc_dh_ptr, rows, unit, H, mask, factors[0])
+        if a.carry_gate_ptr is not None:
+            store_tile(a.carry_gate_ptr, rows, unit, H, mask, factors[-1])
 
 
 @triton.jit
-def _load_residuals(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H: tl.constexpr, COUNT: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
+def _load_residuals(a, rows, tile, H: tl.constexpr, COUNT: tl.constexpr, PACKED: tl.constexpr):
     """Loads what `_store_residuals` stored: COUNT local gradients, and the factors."""
+    unit, mask = tile.unit, tile.mask
     if PACKED:
-        at = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (rows[None, :] * (3 * H) + unit[:, None])
+        words_ptr = a.local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        at = words_ptr + (rows[None, :] * (3 * H) + unit[:, None])
         first = tl.load(at, mask=mask, other=0)
         second = tl.load(at + H, mask=mask, other=0)
         third = tl.load(at + 2 * H, mask=mask, other=0)
         a, b, c, d, carry_gate = unpack_words(first, second, third)
         return (a, b, c, d), (carry_gate,)
     else:
-        local_grads = load_local_grads(local_grads_ptr, rows, unit, mask, H, COUNT)
+        local_grads = load_local_grads(a.local_grads_ptr, rows, unit, mask, H, COUNT)
         factors = ()
-        if dc_dh_ptr is not None:
-            factors += (load_tile(dc_dh_ptr, rows, unit, H, mask),)
-        if carry_gate_ptr is not None:
-            factors += (load_tile(carry_gate_ptr, rows, unit, H, mask),)
+        if a.dc_dh_ptr is not None:
+            factors += (load_tile(a.dc_dh_ptr, rows, unit, H, mask),)
+        if a.carry_gate_ptr is not None:
+            factors += (load_tile(a.carry_gate_ptr, rows, unit, H, mask),)
         return local_grads, factors
 
 
@@ -194,155 +232,156 @@ def _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, sums, H: tl.constexpr,
 
 
 @triton.jit
-def _select_resets(
-    states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H: tl.constexpr, RESET_STATE: tl.constexpr
-):  # fmt: skip
+def _select_resets(states, a, reset, rows, tile, H: tl.constexpr, RESET_STATE: tl.constexpr):
     """Returns the states that a step sees: reset states where an episode starts."""
-    new = (select_reset(states[0], reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE),)
+    seq, unit, mask = tile.seq, tile.unit, tile.mask
+    new = (select_reset(states[0], a.reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE),)
     if len(states) > 1:
-        new += (select_reset(states[1], reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE),)
+        new += (select_reset(states[1], a.reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE),)
     return new
 
 
 @triton.jit
 def _forward_tile(
-    w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
-    reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
-    scale_ptr, exchange_ptr, sums_ptr, barrier_ptr, T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
-    STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    a, T, B, Q, models, t_begin, t_end, model, nth, split, arrivals, config: tl.constexpr
 ):  # fmt: skip
-    DTYPE: tl.constexpr = w_hh_t_ptr.dtype.element_ty
-    ACCURACY: tl.constexpr = "precise" if DTYPE == tl.float32 and PRECISION != "tf32" else "plain"
-    HAS_RESETS: tl.constexpr = reset_ptr is not None
-    EVEN: tl.constexpr = H % BLOCK_K == 0
-    CENTERED: tl.constexpr = x_mean_ptr is not None
+    """Runs the steps from `t_begin` to `t_end` of tile `nth` of a model; returns the arrivals at the barrier so far.
+
+    `a` are the arrays.
+    """
+    GATES: tl.constexpr = config.GATES
+    NORM_WIDTH: tl.constexpr = config.NORM_WIDTH
+    H: tl.constexpr = config.H
+    SPLITS: tl.constexpr = config.SPLITS
+    DTYPE: tl.constexpr = a.w_hh_t_ptr.dtype.element_ty
+    ACCURACY: tl.constexpr = "precise" if DTYPE == tl.float32 and config.PRECISION != "tf32" else "plain"
+    HAS_RESETS: tl.constexpr = a.reset_ptr is not None
+    EVEN: tl.constexpr = H % config.BLOCK_K == 0
+    CENTERED: tl.constexpr = a.x_mean_ptr is not None
     SUMS: tl.constexpr = 2 if CENTERED else 1
-    unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_b = tl.arange(0, BLOCK_B)
-    q = tile * BLOCK_B + offs_b
+    unit = split * config.BLOCK_H + tl.arange(0, config.BLOCK_H)
+    offs_b = tl.arange(0, config.BLOCK_B)
+    q = nth * config.BLOCK_B + offs_b
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
-    row0, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
-    w_ptr = w_hh_t_ptr + model.to(tl.int64) * (GATES * H * H)
+    row0, stride = time_order(first_row(seq, T, B), model, T, B, config.REVERSE)
+    tile = arrays.Tile(T, seq, row0, stride, unit, mask, mask_q)
+    w_ptr = a.w_hh_t_ptr + model.to(tl.int64) * (GATES * H * H)
 
     if SPLITS == 1:
         w = _resident_weights(w_ptr, unit, H, H * H, H, GATES)
     else:
-        exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * H
+        exchange_ptr = a.exchange_ptr + (model.to(tl.int64) * Q + nth * config.BLOCK_B) * H
         buffer = models * Q * H
         if NORM_WIDTH > 0:
-            sums_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * (SUMS * SPLITS)
+            sums_ptr = a.sums_ptr + (model.to(tl.int64) * Q + nth * config.BLOCK_B) * (SUMS * SPLITS)
             sums_buffer = models * Q * (SUMS * SPLITS)
         # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
-        col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
-    if SEPARATE:
-        b_hn = tl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
-    bias = load_biases(bias_ptr, model, unit, H, GATES, True)
-    w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, True)
+        col = tl.minimum(offs_b, Q - 1 - nth * config.BLOCK_B).to(tl.int32)
+    if config.SEPARATE:
+        b_hn = tl.load(a.b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
+    bias = load_biases(a.bias_ptr, model, unit, H, GATES, True)
+    w_sum = load_biases(a.w_sum_ptr, model, unit, H, GATES, True)
 
     if t_begin == 0:
-        states = _load_states(h0_ptr, c0_ptr, seq, unit, mask, H)
+        states = _load_states(a.h0_ptr, a.c0_ptr, seq, unit, mask, H)
     else:
-        states = _load_states(h_last_ptr, c_last_ptr, seq, unit, mask, H)
-    rows = row0 + step_time(t_begin, T, REVERSE) * stride
-    x = _load_gates(xp_ptr, rows, unit, mask, H, GATES)
+        states = _load_states(a.h_last_ptr, a.c_last_ptr, seq, unit, mask, H)
+    rows = row0 + step_time(t_begin, T, config.REVERSE) * stride
+    x = _load_gates(a.xp_ptr, rows, unit, mask, H, GATES)
     if HAS_RESETS:
-        reset = load_reset(reset_ptr, rows, mask_q)
+        reset = load_reset(a.reset_ptr, rows, mask_q)
 
     if SPLITS > 1 and t_begin == 0:
         start = states[0]
         if HAS_RESETS:
-            start = select_reset(start, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
-        store_tile(exchange_ptr, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            start = select_reset(start, a.reset_h_ptr, reset, seq, rows, unit, mask, H, config.RESET_STATE)
+        store_tile(exchange_ptr, offs_b, unit, H, mask, operand(start, DTYPE, config.PRECISION))
         if NORM_WIDTH > 0:
             _store_sums(sums_ptr, offs_b, mask_q, split, _sums_of_states(start, unit, mask_q, H, CENTERED), SPLITS)
-        if barrier_ptr is not None:
+        if a.barrier_ptr is not None:
             arrivals += SPLITS
-            arrive(barrier_ptr)
-            wait(barrier_ptr, arrivals)
+            arrive(a.barrier_ptr)
+            wait(a.barrier_ptr, arrivals)
 
     for i in range(t_begin, t_end):
         if HAS_RESETS:
             # the reset comes before the step
-            states = _select_resets(
-                states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE
-            )  # fmt: skip
+            states = _select_resets(states, a, reset, rows, tile, H, config.RESET_STATE)
         if NORM_WIDTH > 0:
             if SPLITS == 1:
                 norm_sums = _sums_of_states(states[0], unit, mask_q, H, CENTERED)
             else:
                 norm_sums = _load_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, SUMS, SPLITS)
-            scale, mean = _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, norm_sums, H, NORM_WIDTH)
+            scale, mean = _scale_and_mean(a.x_norm_ptr, a.x_mean_ptr, rows, mask_q, norm_sums, H, NORM_WIDTH)
         x_last = x[GATES - 1]
-        tl.static_assert(NORM_WIDTH == 0 or not SEPARATE)
+        tl.static_assert(NORM_WIDTH == 0 or not config.SEPARATE)
         accumulators = x  # what the products are added to
         if CENTERED:
-            x_mean = tl.load(x_mean_ptr + rows, mask=mask_q, other=0.0)
+            x_mean = tl.load(a.x_mean_ptr + rows, mask=mask_q, other=0.0)
             accumulators = subtract_mean(x, x_mean[None, :], w_sum)
-        if SEPARATE:
-            accumulators = x[: GATES - 1] + (tl.zeros((BLOCK_H, BLOCK_B), tl.float32),)
+        if config.SEPARATE:
+            accumulators = x[: GATES - 1] + (tl.zeros((config.BLOCK_H, config.BLOCK_B), tl.float32),)
         gates = ()
         if SPLITS == 1:
-            h_op = operand(states[0], DTYPE, PRECISION)
+            h_op = operand(states[0], DTYPE, config.PRECISION)
             for gate in tl.static_range(GATES):
-                gates += (tl.dot(w[gate], h_op, accumulators[gate], input_precision=PRECISION),)
+                gates += (tl.dot(w[gate], h_op, accumulators[gate], input_precision=config.PRECISION),)
         else:
             gates = accumulators
             h_ptr = exchange_ptr + (i % 2) * buffer
-            for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
-                k = k0 + tl.arange(0, BLOCK_K)
+            for k0 in tl.range(0, H, config.BLOCK_K, num_stages=config.STAGES):
+                k = k0 + tl.arange(0, config.BLOCK_K)
                 h_op = load_exchanged(h_ptr, col, k, H, EVEN)
                 sums = ()
                 for gate in tl.static_range(GATES):
                     w_gate = stream_weight(w_ptr + gate * H * H, row, k, H, EVEN)
-                    sums += (tl.dot(w_gate, h_op, gates[gate], input_precision=PRECISION),)
+                    sums += (tl.dot(w_gate, h_op, gates[gate], input_precision=config.PRECISION),)
                 gates = sums
 
         # prefetch the next step's inputs while this step computes, or while programs wait for one another
         this_rows = rows
-        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * stride
+        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, config.REVERSE) * stride
         if SPLITS == 1:
-            x = _load_gates(xp_ptr, rows, unit, mask, H, GATES)
+            x = _load_gates(a.xp_ptr, rows, unit, mask, H, GATES)
         if HAS_RESETS:
-            reset = load_reset(reset_ptr, rows, mask_q)
+            reset = load_reset(a.reset_ptr, rows, mask_q)
 
-        if SEPARATE:
+        if config.SEPARATE:
             gates = gates[: GATES - 1] + (gates[GATES - 1] + b_hn[:, None],)
         if NORM_WIDTH > 0:
             normalized, gates = normalize(gates, scale[None, :], bias)
         before = states
-        states, activations = STEP(gates, x_last, before, ACCURACY)
+        states, activations = config.STEP(gates, x_last, before, ACCURACY)
         if SPLITS > 1:
             start = states[0]
             if HAS_RESETS:
-                start = select_reset(start, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
-            store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+                start = select_reset(start, a.reset_h_ptr, reset, seq, rows, unit, mask, H, config.RESET_STATE)
+            store_tile(
+                exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, config.PRECISION)
+            )
             if NORM_WIDTH > 0:
                 next_sums = _sums_of_states(start, unit, mask_q, H, CENTERED)
                 _store_sums(sums_ptr + ((i + 1) % 2) * sums_buffer, offs_b, mask_q, split, next_sums, SPLITS)
-            if barrier_ptr is not None:
-                arrive(barrier_ptr)
-        _store_states(hs_ptr, cs_ptr, this_rows, unit, mask, states, H)
-        if local_grads_ptr is not None:
-            local_grads, factors = RESIDUALS(activations, before)
+            if a.barrier_ptr is not None:
+                arrive(a.barrier_ptr)
+        _store_states(a.hs_ptr, a.cs_ptr, this_rows, unit, mask, states, H)
+        if a.local_grads_ptr is not None:
+            local_grads, factors = config.RESIDUALS(activations, before)
             if NORM_WIDTH > 0:
                 local_grads = with_norm_grad(local_grads, normalized)
-                store_tile(norm_state_ptr, this_rows, unit, H, mask, (before[0] - mean[None, :]) * scale[None, :])
+                store_tile(a.norm_state_ptr, this_rows, unit, H, mask, (before[0] - mean[None, :]) * scale[None, :])
                 if split == 0:
-                    tl.store(scale_ptr + this_rows, scale, mask=mask_q)
-            _store_residuals(
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit, mask, local_grads, factors, H, NORM_WIDTH
-            )  # fmt: skip
+                    tl.store(a.scale_ptr + this_rows, scale, mask=mask_q)
+            _store_residuals(a, this_rows, tile, local_grads, factors, H, NORM_WIDTH)
         if SPLITS > 1:
-            x = _load_gates(xp_ptr, rows, unit, mask, H, GATES)
-            if barrier_ptr is not None:
+            x = _load_gates(a.xp_ptr, rows, unit, mask, H, GATES)
+            if a.barrier_ptr is not None:
                 arrivals += SPLITS
-                wait(barrier_ptr, arrivals)
-    _store_states(h_last_ptr, c_last_ptr, seq, unit, mask, states, H)
+                wait(a.barrier_ptr, arrivals)
+    _store_states(a.h_last_ptr, a.c_last_ptr, seq, unit, mask, states, H)
     return arrivals
 
 
@@ -350,152 +389,121 @@ def _forward_tile(
     do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"], repr=names.of_loop("streamed", "fwd")
 )
 def forward_kernel(
-    w_hh_t_ptr,  # [S, GATES * H, H] transposed recurrent weights; float32 is rounded to TF32 if PRECISION is "tf32"
-    b_hn_ptr,  # [S, H] added to the last gate's hidden product, or None if the last gate is not separate
-    bias_ptr,  # [S, GATES * H] added to the normalized gates, or None without a norm
-    w_sum_ptr,  # [S, GATES * H] sums of w_hh_t over its columns, float32, or None without x_mean
-    xp_ptr,  # [G, T, B, GATES * H] input projections
-    x_norm_ptr,  # [G, T, B] the part of variance + epsilon that follows from the inputs, float32, or None
-    x_mean_ptr,  # [G, T, B] the mean of the inputs, float32, or None if the norm is that of RMSNorm
-    h0_ptr,  # [G, B, H]
-    c0_ptr,  # [G, B, H] the second state, or None if there is one state
-    reset_ptr,  # [G, T, B] nonzero where an episode starts at step t, or None
-    reset_h_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
-    reset_c_ptr,  # like reset_h
-    hs_ptr,  # [G, T, B, H] out, dtype of h0
-    cs_ptr,  # [G, T, B, H] out, dtype of c0, or None
-    h_last_ptr,  # [G, B, H] out, float32: the carry between launches that each run some of the steps
-    c_last_ptr,  # like h_last
-    local_grads_ptr,  # [G, T, B, H, 1, 2 or 4] out, or None if no residuals are saved
-    dc_dh_ptr,  # [G, T, B, H] out, or None
-    carry_gate_ptr,  # [G, T, B, H] out, float32; if None for a cell that has one, local_grads is words, and may be xp
-    norm_state_ptr,  # [G, T, B, H] out: the normalized state before each step, or None
-    scale_ptr,  # [G, T, B] out, float32: the factor of each step's norm, or None
-    exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
-    sums_ptr,  # [2, G, B, 1 or 2, SPLITS] float32, workspace, or None without a norm or if SPLITS == 1
-    barrier_ptr,  # [workers] int32 zeros, or None if no program waits for another
-    T, B, Q, tiles, items, t_begin, t_end,  # Q sequences per model in `tiles` tiles; items = S * tiles
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
+    reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
+    scale_ptr, exchange_ptr, sums_ptr, barrier_ptr,
+    T, B, Q, tiles, items, t_begin, t_end,
     STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass of a cell, whose arithmetic is STEP and RESIDUALS."""
+    """Runs the forward pass of a cell, whose arithmetic is STEP and RESIDUALS.
+
+    The arrays are those of `arrays.Forward`. A model has Q sequences in `tiles` tiles; `items` are the tiles of all.
+    """
     worker = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
+    config: tl.constexpr = _ForwardConfig(
+        STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE,
+        REVERSE, PRECISION,
+    )  # fmt: skip
+    if barrier_ptr is not None:
+        barrier_ptr += worker
+    a = arrays.Forward(
+        w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
+        reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+        norm_state_ptr, scale_ptr, exchange_ptr, sums_ptr, barrier_ptr,
+    )  # fmt: skip
     if SPLITS == 1:
-        _forward_tile(
-            w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
-            reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
-            carry_gate_ptr, norm_state_ptr, scale_ptr, None, None, None,
-            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH,
-            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
-        )  # fmt: skip
+        _forward_tile(a, T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, config)
     else:
-        if barrier_ptr is not None:
-            barrier_ptr += worker
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _forward_tile(
-                w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
-                reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
-                carry_gate_ptr, norm_state_ptr, scale_ptr, exchange_ptr, sums_ptr, barrier_ptr,
-                T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
-                STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH,
-                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
+                a, T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals, config
             )  # fmt: skip
 
 
 @triton.jit
-def _load_step(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H: tl.constexpr,
-    COUNT: tl.constexpr, PACKED: tl.constexpr, STATES: tl.constexpr,
-):  # fmt: skip
+def _load_step(a, rows, tile, H: tl.constexpr, COUNT: tl.constexpr, PACKED: tl.constexpr, STATES: tl.constexpr):
     """Loads what a step of the backward pass reads: gradients of its outputs, and its residuals."""
-    gradients = (load_tile(dhs_ptr, rows, unit, H, mask),)
+    gradients = (load_tile(a.dhs_ptr, rows, tile.unit, H, tile.mask),)
     if STATES > 1:
-        if dcs_ptr is not None:
-            gradients += (load_tile(dcs_ptr, rows, unit, H, mask),)
+        if a.dcs_ptr is not None:
+            gradients += (load_tile(a.dcs_ptr, rows, tile.unit, H, tile.mask),)
         else:
             gradients += (tl.zeros_like(gradients[0]),)
-    local_grads, factors = _load_residuals(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H, COUNT, PACKED
-    )
+    local_grads, factors = _load_residuals(a, rows, tile, H, COUNT, PACKED)
     return gradients, local_grads, factors
 
 
 @triton.jit
 def _backward_tile(
-    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
-    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
-    exchange_ptr, sums_ptr, barrier_ptr, T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
-    GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
-    PACKED: tl.constexpr,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
+    a, T, B, Q, models, t_begin, t_end, model, nth, split, arrivals, config: tl.constexpr
 ):  # fmt: skip
-    DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
+    """Runs steps of a tile as `_forward_tile` does; step 0 is the last in the order of the forward pass."""
+    GATES: tl.constexpr = config.GATES
+    NORM_WIDTH: tl.constexpr = config.NORM_WIDTH
+    H: tl.constexpr = config.H
+    SPLITS: tl.constexpr = config.SPLITS
+    DTYPE: tl.constexpr = a.w_hh_ptr.dtype.element_ty
     WIDTH: tl.constexpr = GATES * H
-    EVEN: tl.constexpr = WIDTH % BLOCK_K == 0
-    COUNT: tl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
-    STATES: tl.constexpr = 1 if dc0_ptr is None else 2
-    unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_b = tl.arange(0, BLOCK_B)
-    q = tile * BLOCK_B + offs_b
+    EVEN: tl.constexpr = WIDTH % config.BLOCK_K == 0
+    COUNT: tl.constexpr = GATES + 1 if config.SEPARATE or NORM_WIDTH > 0 else GATES
+    STATES: tl.constexpr = 1 if a.dc0_ptr is None else 2
+    unit = split * config.BLOCK_H + tl.arange(0, config.BLOCK_H)
+    offs_b = tl.arange(0, config.BLOCK_B)
+    q = nth * config.BLOCK_B + offs_b
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
-    row0, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
-    w_ptr = w_hh_ptr + model.to(tl.int64) * (WIDTH * H)
+    row0, stride = time_order(first_row(seq, T, B), model, T, B, config.REVERSE)
+    tile = arrays.Tile(T, seq, row0, stride, unit, mask, mask_q)
+    w_ptr = a.w_hh_ptr + model.to(tl.int64) * (WIDTH * H)
 
     if SPLITS == 1:
         w = _resident_weights(w_ptr, unit, WIDTH, H, H, GATES)
     else:
-        exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * WIDTH
+        exchange_ptr = a.exchange_ptr + (model.to(tl.int64) * Q + nth * config.BLOCK_B) * WIDTH
         buffer = models * Q * WIDTH
         if NORM_WIDTH > 0:
-            sums_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * SPLITS
+            sums_ptr = a.sums_ptr + (model.to(tl.int64) * Q + nth * config.BLOCK_B) * SPLITS
             sums_buffer = models * Q * SPLITS
         # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
-        col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
+        col = tl.minimum(offs_b, Q - 1 - nth * config.BLOCK_B).to(tl.int32)
 
     # dh0 and dc0 hold the carry between launches that each do part of the work
-    if t_begin == 0 and GATES_PHASE:
-        dstates = _load_states(dh_last_ptr, dc_last_ptr, seq, unit, mask, H)
+    if t_begin == 0 and config.GATES_PHASE:
+        dstates = _load_states(a.dh_last_ptr, a.dc_last_ptr, seq, unit, mask, H)
     else:
-        dstates = _load_states(dh0_ptr, dc0_ptr, seq, unit, mask, H)
+        dstates = _load_states(a.dh0_ptr, a.dc0_ptr, seq, unit, mask, H)
     if SPLITS == 1:
-        rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * stride
-        gradients, local_grads, factors = _load_step(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, PACKED, STATES
-        )
+        rows = row0 + step_time(T - 1 - t_begin, T, config.REVERSE) * stride
+        gradients, local_grads, factors = _load_step(a, rows, tile, H, COUNT, config.PACKED, STATES)
 
         if NORM_WIDTH > 0:
-            scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
+            scale = tl.load(a.scale_ptr + rows, mask=mask_q, other=1.0)
 
     for i in range(t_begin, t_end):
-        rows = row0 + step_time(T - 1 - i, T, REVERSE) * stride
-        if reset_ptr is not None:
-            reset = load_reset(reset_ptr, rows, mask_q)
-        if GATES_PHASE:
+        rows = row0 + step_time(T - 1 - i, T, config.REVERSE) * stride
+        if a.reset_ptr is not None:
+            reset = load_reset(a.reset_ptr, rows, mask_q)
+        if config.GATES_PHASE:
             if SPLITS > 1:
-                gradients, local_grads, factors = _load_step(
-                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, PACKED,
-                    STATES,
-                )  # fmt: skip
+                gradients, local_grads, factors = _load_step(a, rows, tile, H, COUNT, config.PACKED, STATES)
             dh = dstates[0] + gradients[0]
             if NORM_WIDTH > 0:
                 dnorm = tl.sum(tl.where(mask, dh * local_grads[GATES], 0.0), axis=0)
                 if SPLITS > 1:
-                    scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
-                dgates, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
+                    scale = tl.load(a.scale_ptr + rows, mask=mask_q, other=1.0)
+                dgates, carried = config.GRAD_STEP((dh,), local_grads[:GATES], factors)
                 dgates = scaled(dgates, scale[None, :])
             elif STATES == 1:
-                dgates, carried = GRAD_STEP((dh,), local_grads, factors)
+                dgates, carried = config.GRAD_STEP((dh,), local_grads, factors)
             else:
                 dc = dstates[1] + (gradients[1] + dh * factors[0])
-                dgates, carried = GRAD_STEP((dh, dc), local_grads, factors)
+                dgates, carried = config.GRAD_STEP((dh, dc), local_grads, factors)
             if STATES == 1 and len(carried) > 0:
                 dstates = carried
             else:
@@ -505,58 +513,57 @@ def _backward_tile(
             d_ops = operands_of(dgates, GATES)
             if SPLITS == 1:
                 # prefetch the next step's inputs while this step's product runs
-                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
-                gradients, local_grads, factors = _load_step(
-                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H, COUNT,
-                    PACKED, STATES,
-                )  # fmt: skip
+                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, config.REVERSE) * stride
+                gradients, local_grads, factors = _load_step(a, next_rows, tile, H, COUNT, config.PACKED, STATES)
                 if NORM_WIDTH > 0:
                     this_scale = scale
-                    scale = tl.load(scale_ptr + next_rows, mask=mask_q, other=1.0)
+                    scale = tl.load(a.scale_ptr + next_rows, mask=mask_q, other=1.0)
             else:
                 d_ptr = exchange_ptr + (i % 2) * buffer
                 for gate in tl.static_range(GATES):
-                    sent = operand(d_ops[gate], DTYPE, PRECISION)
+                    sent = operand(d_ops[gate], DTYPE, config.PRECISION)
                     store_tile(d_ptr, offs_b, gate * H + unit, WIDTH, mask, sent)
                 if NORM_WIDTH > 0:
                     _store_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, split, (dnorm,), SPLITS)
-                if barrier_ptr is not None:
-                    arrive(barrier_ptr)
-            _store_gates(dxp_ptr, rows, unit, mask, dgates, H, GATES)
-            if SEPARATE:
-                store_tile(dhn_ptr, rows, unit, H, mask, dgates[GATES])
-        if PRODUCT_PHASE:
+                if a.barrier_ptr is not None:
+                    arrive(a.barrier_ptr)
+            _store_gates(a.dxp_ptr, rows, unit, mask, dgates, H, GATES)
+            if config.SEPARATE:
+                store_tile(a.dhn_ptr, rows, unit, H, mask, dgates[GATES])
+        if config.PRODUCT_PHASE:
             dh = dstates[0]
             if NORM_WIDTH > 0:
                 if SPLITS > 1:
-                    this_scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
-                norm_state = load_tile(norm_state_ptr, rows, unit, H, mask)
+                    this_scale = tl.load(a.scale_ptr + rows, mask=mask_q, other=1.0)
+                norm_state = load_tile(a.norm_state_ptr, rows, unit, H, mask)
             if SPLITS == 1:
                 for gate in tl.static_range(GATES):
-                    dh = tl.dot(w[gate], operand(d_ops[gate], DTYPE, PRECISION), dh, input_precision=PRECISION)
+                    dh = tl.dot(
+                        w[gate], operand(d_ops[gate], DTYPE, config.PRECISION), dh, input_precision=config.PRECISION
+                    )
             else:
-                if barrier_ptr is not None:
+                if a.barrier_ptr is not None:
                     arrivals += SPLITS
-                    wait(barrier_ptr, arrivals)
+                    wait(a.barrier_ptr, arrivals)
                 d_ptr = exchange_ptr + (i % 2) * buffer
-                for k0 in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
-                    k = k0 + tl.arange(0, BLOCK_K)
+                for k0 in tl.range(0, WIDTH, config.BLOCK_K, num_stages=config.STAGES):
+                    k = k0 + tl.arange(0, config.BLOCK_K)
                     d_op = load_exchanged(d_ptr, col, k, WIDTH, EVEN)
-                    dh = tl.dot(stream_weight(w_ptr, row, k, WIDTH, EVEN), d_op, dh, input_precision=PRECISION)
+                    dh = tl.dot(stream_weight(w_ptr, row, k, WIDTH, EVEN), d_op, dh, input_precision=config.PRECISION)
             if NORM_WIDTH > 0:
                 if SPLITS > 1:
                     (dnorm,) = _load_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, 1, SPLITS)
                 if split == 0:
-                    tl.store(dnorm_ptr + rows, dnorm, mask=mask_q)
+                    tl.store(a.dnorm_ptr + rows, dnorm, mask=mask_q)
                 dh -= norm_state * (this_scale * dnorm / NORM_WIDTH)[None, :]
             dstates = (dh,) + dstates[1:]
-            if reset_ptr is not None:
-                if dreset_h_ptr is not None:
-                    store_tile(dreset_h_ptr, rows, unit, H, mask, tl.where(reset[None, :], dh, 0.0))
+            if a.reset_ptr is not None:
+                if a.dreset_h_ptr is not None:
+                    store_tile(a.dreset_h_ptr, rows, unit, H, mask, tl.where(reset[None, :], dh, 0.0))
                     if STATES > 1:
-                        store_tile(dreset_c_ptr, rows, unit, H, mask, tl.where(reset[None, :], dstates[1], 0.0))
+                        store_tile(a.dreset_c_ptr, rows, unit, H, mask, tl.where(reset[None, :], dstates[1], 0.0))
                 dstates = start_afresh(dstates, reset[None, :])
-    _store_states(dh0_ptr, dc0_ptr, seq, unit, mask, dstates, H)
+    _store_states(a.dh0_ptr, a.dc0_ptr, seq, unit, mask, dstates, H)
     return arrivals
 
 
@@ -564,27 +571,9 @@ def _backward_tile(
     do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"], repr=names.of_loop("streamed", "bwd")
 )
 def backward_kernel(
-    w_hh_ptr,  # [S, H, GATES * H] recurrent weights; float32 is already rounded to TF32 if PRECISION is "tf32"
-    local_grads_ptr,  # [G, T, B, H, 1, 2 or 4], or words if PACKED, which dxp may overwrite
-    dc_dh_ptr,  # [G, T, B, H], or None if there is one state
-    carry_gate_ptr,  # [G, T, B, H], or None
-    norm_state_ptr,  # [G, T, B, H], or None without a norm
-    scale_ptr,  # [G, T, B], or None
-    reset_ptr,  # [G, T, B] or None
-    dhs_ptr,  # [G, T, B, H]
-    dcs_ptr,  # [G, T, B, H], or None if the second states of the steps have no gradient
-    dh_last_ptr,  # [G, B, H]
-    dc_last_ptr,  # [G, B, H] or None
-    dxp_ptr,  # [G, T, B, GATES * H] out: gradients of the gates before their activations, with a norm before the norm
-    dhn_ptr,  # [G, T, B, H] out: gradient of the last gate's hidden product, or None if that gate is not separate
-    dnorm_ptr,  # [G, T, B] out, float32: D of each step, or None without a norm
-    dh0_ptr,  # [G, B, H] out, float32
-    dc0_ptr,  # [G, B, H] out, float32, or None if there is one state
-    dreset_h_ptr,  # [G, T, B, H] out, float32: gradient of each step's reset state, or None
-    dreset_c_ptr,  # like dreset_h
-    exchange_ptr,  # [2, G, B, GATES * H] of the weights' dtype, workspace, or None if SPLITS == 1
-    sums_ptr,  # [2, G, B, SPLITS] float32, workspace, or None without a norm or if SPLITS == 1
-    barrier_ptr,  # [workers] int32 zeros, or None
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
+    sums_ptr, barrier_ptr,
     T, B, Q, tiles, items, t_begin, t_end,
     GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
@@ -592,27 +581,25 @@ def backward_kernel(
     STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass of a cell, whose arithmetic is GRAD_STEP."""
+    """Runs the backward pass of a cell, whose arithmetic is GRAD_STEP; the arrays are those of `arrays.Backward`."""
     worker = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
+    config: tl.constexpr = _BackwardConfig(
+        GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED, H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE,
+        PRECISION, SPLITS == 1 or GATES_PHASE, SPLITS == 1 or PRODUCT_PHASE,
+    )  # fmt: skip
+    if barrier_ptr is not None:
+        barrier_ptr += worker
+    a = arrays.Backward(
+        w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+        dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+        exchange_ptr, sums_ptr, barrier_ptr,
+    )  # fmt: skip
     if SPLITS == 1:
-        _backward_tile(
-            w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
-            dcs_ptr, dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr,
-            dreset_c_ptr, None, None, None, T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
-            GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED,
-            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
-        )  # fmt: skip
+        _backward_tile(a, T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, config)
     else:
-        if barrier_ptr is not None:
-            barrier_ptr += worker
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _backward_tile(
-                w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
-                dcs_ptr, dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr,
-                dreset_c_ptr, exchange_ptr, sums_ptr, barrier_ptr,
-                T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
-                GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED,
-                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, GATES_PHASE, PRODUCT_PHASE,
+                a, T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals, config
             )  # fmt: skip
