@@ -191,32 +191,30 @@ class ScaleKind(LaunchKind):
 
     name = "scale"
 
-    def types(self, shapes: Any, params: Any) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(shapes[0], output.dtype) for output in params["outputs"]]
+    def shape_of(self, output: Any, arrays: Any) -> tuple[int, ...]:
+        shape: tuple[int, ...] = arrays["x"].shape
+        return shape
 
-    def describe(self, params: Any) -> tuple[str, Literal["fwd"]]:
+    def describe(self) -> tuple[str, Literal["fwd"]]:
         return "scale", "fwd"
 
-    def launch(self, arrays: Any, params: Any, device: Any) -> Any:
+    def choose(self, arrays: Any, device: Any) -> Any:
         from benchmarks.trivial_kernel import scale_kernel
         from torch_bridge.launch import Launch
 
-        size = math.prod(arrays[0].shape)
+        size = math.prod(arrays["x"].shape)
 
         class ScaleLaunch(Launch):
             problem = tiling = ScaleProblem(size)
 
         launch = ScaleLaunch(device)
-        launch.add(scale_kernel, 1, 4, dict.fromkeys(("x", "y"), str(arrays[0].dtype)), {"SIZE": size}, {})
+        launch.add(scale_kernel, 1, 4, dict.fromkeys(("x", "y"), str(arrays["x"].dtype)), {"SIZE": size}, {})
         return launch
-
-
-SCALE = ScaleKind()
 
 
 def our_call(h: jax.Array) -> jax.Array:
     """Launches the kernel of `ScaleKind` like every launch of ours, on a GPU or in Triton's interpreter."""
-    return bind(SCALE, {"x": h}, [NamedOutput("y", h.dtype)])["y"]
+    return bind(ScaleKind(outputs=(NamedOutput("y", h.dtype),)), {"x": h})["y"]
 
 
 # The bodies of the loops on one device, by the name of the row. A body takes the fixed arrays and the carry `[B, H]`,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.buffer_callback import buffer_callback
+
+if TYPE_CHECKING:
+    from jax import Array
 
 
 class Callback:
     """A host callback that maps XLA's buffers to the names of arrays and launches on XLA's stream."""
 
-    def __init__(self, launch: Any, inputs: Sequence[str], outputs: Sequence[str]):
+    def __init__(self, launch: Any, names: Sequence[str]):
+        """Takes the launch, and the names of its results and then of its operands."""
         self.launch = launch
-        self.names = (*outputs, *inputs)
+        self.names = names
 
     def __call__(self, ctx: Any, out: Sequence[Any], *arrays: Any) -> None:
         from torch_bridge import dlpack
@@ -52,19 +56,20 @@ class CallbackMethod:
         launch.begin_loading(ordinals[0])
 
     def call(
-        self, launch: Any, ordinals: Sequence[int], inputs: Sequence[str], outputs: Sequence[str],
-        results: Sequence[jax.ShapeDtypeStruct], aliases: Mapping[int, int],
-    ) -> Callable[..., Any]:  # fmt: skip
-        """Returns the function of arrays, named by `inputs`, that launches and returns those named by `outputs`.
+        self, launch: Any, ordinals: Sequence[int], arrays: Mapping[str, Array],
+        results: Mapping[str, jax.ShapeDtypeStruct], aliases: Mapping[int, int],
+    ) -> Sequence[Array]:  # fmt: skip
+        """Launches on `arrays`; returns the results in their order.
 
         Compiles the kernels and loads them onto all devices: the callback has time only to launch.
         """
         for ordinal in ordinals:
             launch.load(ordinal)
-        return buffer_callback(
-            self._callback(launch, inputs, outputs), results, input_output_aliases=dict(aliases),
+        written: Sequence[Array] = buffer_callback(
+            self._callback(launch, (*results, *arrays)), [*results.values()], input_output_aliases=dict(aliases),
             command_buffer_compatible=self.captured,
-        )  # fmt: skip
+        )(*arrays.values())  # fmt: skip
+        return written
 
 
 CUDA = CallbackMethod(Callback, captured=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxrnn._bridge.launch_kind import types_of_shard
 from jaxrnn._bridge.primitive import launch_p
 from jaxrnn._bridge.reverse_mode import refuse_to_differentiate, tangent_p
 from torch_bridge.records import DIRECTIONS, LaunchRecord, record_launch
@@ -17,15 +16,15 @@ if TYPE_CHECKING:
     from jaxrnn._bridge.launch_kind import LaunchKind
 
 
-def record_of(kind: LaunchKind, launch: Any, arrays: Sequence[Any], params: dict[str, Any]) -> LaunchRecord | None:
+def record_of(kind: LaunchKind, launch: Any, arrays: Mapping[str, Any]) -> LaunchRecord | None:
     """Describes what `kind.choose` returned for these arrays: a launch or, if it is None, the scan that replaces it.
 
     Returns None if a product of XLA replaces the launch.
     """
-    computes, direction = kind.describe(params)
+    computes, direction = kind.describe()
     if launch is not None:
         return record_launch(computes, direction, launch)
-    problem = kind.problem(arrays, params)
+    problem = kind.problem(arrays)
     return None if problem is None else LaunchRecord(computes, DIRECTIONS[direction], "scan", (), (), None, problem)
 
 
@@ -45,7 +44,7 @@ def find_launches(
         if eqn.primitive is tangent_p:
             refuse_to_differentiate()
         if eqn.primitive is launch_p:
-            yield from ((within, record) for record in _record(eqn, params, device, times))
+            yield from ((within, record) for record in _record(eqn, device, times))
             continue
         name = params.get("name")
         inner = name if isinstance(name, str) and name.startswith(prefix) else within
@@ -60,14 +59,12 @@ def find_launches(
             yield from find_launches(body, device, inner, prefix, runs)
 
 
-def _record(eqn: Any, params: dict[str, Any], device: Any, times: int | None) -> list[LaunchRecord]:
-    kind, avals = params["kind"], [x.aval for x in eqn.invars]
-    results = kind.types([aval.shape for aval in avals], params)
-    if any(0 in x.shape for x in results):
+def _record(eqn: Any, device: Any, times: int | None) -> list[LaunchRecord]:
+    kind = eqn.params["kind"]
+    if any(0 in x.aval.shape for x in eqn.outvars):
         return []  # nothing is launched
-    arrays = types_of_shard(kind, avals, params)
-    launch = kind.choose(arrays, params, device)
-    record = record_of(kind, launch, arrays, params)
+    arrays = {name: x.aval for name, x in zip(eqn.params["inputs"], eqn.invars, strict=True)}
+    record = record_of(kind, kind.choose(arrays, device), arrays)
     return [] if record is None else [dataclasses.replace(record, times=times)]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +16,6 @@ from jaxrnn._bridge.launch_kind import (
     SUMMED_OUTPUTS,
     NamedOutput,
     RowLaunchKind,
-    dtypes_of,
 )
 from jaxrnn._bridge.primitive import bind
 from jaxrnn.numerics import rounded_sum
@@ -31,10 +32,13 @@ def launch_norm(
 
     Weights and their gradients are `[S, N]`, statistics are `[S, *rows]`, and all others are `[S, *rows, N]`.
     """
-    return bind(NORM, arrays, outputs, norm=norm, direction=direction, epsilon=epsilon, may_use_xla=may_use_xla)
+    kind = NormKind(
+        outputs=tuple(outputs), may_use_xla=may_use_xla, norm=norm, direction=direction, epsilon=epsilon
+    )  # fmt: skip
+    return bind(kind, arrays)
 
 
-def _forward(arrays: dict[str, Array], epsilon: float, centered: bool) -> dict[str, Array]:
+def _forward(arrays: Mapping[str, Array], epsilon: float, centered: bool) -> dict[str, Array]:
     """Returns the outputs of the forward launch by name, in float32."""
     total = rounded_sum(arrays["x"], arrays["residual"]) if "residual" in arrays else arrays["x"]
     x = total.astype(jnp.float32)
@@ -49,7 +53,7 @@ def _forward(arrays: dict[str, Array], epsilon: float, centered: bool) -> dict[s
     return {"y": y, "total": x, "mean": mean, "rstd": rstd}
 
 
-def _backward(arrays: dict[str, Array], centered: bool) -> dict[str, Array]:
+def _backward(arrays: Mapping[str, Array], centered: bool) -> dict[str, Array]:
     """Returns the outputs of the backward launch by name, in float32."""
     x = arrays["x"].astype(jnp.float32)
     dy, rstd = arrays["dy"].astype(jnp.float32), arrays["rstd"][..., None]
@@ -64,49 +68,41 @@ def _backward(arrays: dict[str, Array], centered: bool) -> dict[str, Array]:
     return {"dx": dx, "dweight": jnp.sum(dy * normal, axis=1), "dbias": jnp.sum(dy, axis=1)}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class NormKind(RowLaunchKind):
     """The kind of `launch_norm`."""
 
     name = "norm"
 
-    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
-        like = dict(zip(params["inputs"], shapes, strict=True))["x"]  # [S, *rows, N]
-        return [
-            jax.ShapeDtypeStruct(
-                (like[0], like[-1]) if output.name in SUMMED_OUTPUTS
-                else like[:-1] if output.name in ROW_STATISTICS
-                else like,
-                output.dtype,
-            )
-            for output in params["outputs"]
-        ]  # fmt: skip
+    norm: Any
+    direction: Any
+    epsilon: float
 
-    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+    def shape_of(self, output: Any, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+        shape: tuple[int, ...] = arrays["x"].shape  # [S, *rows, N]
+        if output.name in SUMMED_OUTPUTS:
+            return (shape[0], shape[-1])
+        return shape[:-1] if output.name in ROW_STATISTICS else shape
+
+    def choose(self, arrays: Mapping[str, Any], device: Any) -> Any:
         from torch_bridge.norms import Launch, Problem
 
-        models, rows, columns = dict(zip(params["inputs"], arrays, strict=True))["x"].shape
+        models, *rows, columns = arrays["x"].shape
         problem = Problem(
-            params["norm"], params["direction"], models, rows, columns, params["epsilon"], dtypes_of(arrays, params)
+            self.norm, self.direction, models, math.prod(rows), columns, self.epsilon, self.dtypes(arrays)
         )
         return Launch(problem, device)
 
-    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
-        by_name = dict(zip(params["inputs"], arrays, strict=True))
-        centered = params["norm"] == "layer"
-        if params["direction"] == "fwd":
-            results = _forward(by_name, params["epsilon"], centered)
-        else:
-            results = _backward(by_name, centered)
-        return [results[output.name].astype(output.dtype) for output in params["outputs"]]
+    def in_xla(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        centered = self.norm == "layer"
+        results = _forward(arrays, self.epsilon, centered) if self.direction == "fwd" else _backward(arrays, centered)
+        return {output.name: results[output.name].astype(output.dtype) for output in self.outputs}
 
-    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
-        return f"{params['norm']}_norm", params["direction"]
+    def describe(self) -> tuple[str, str]:
+        return f"{self.norm}_norm", self.direction
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         if name in ROW_WEIGHTS + SUMMED_OUTPUTS:
             return ("models", "columns")
         last = () if name in ROW_STATISTICS else ("columns",)
         return ("models", *(f"rows_{k}" for k in range(1, rank - len(last))), *last)
-
-
-NORM = NormKind()

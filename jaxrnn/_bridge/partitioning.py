@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -15,8 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrnn._bridge.launch_kind import SUMMED_OUTPUTS, LaunchKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from jax import Array
 
 
@@ -42,18 +41,19 @@ class PartitionedCallback:
         return callback(ctx, *buffers)
 
 
-def partitioned(kind: LaunchKind, slot: PartitionedCallback | None, params: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a launch as a `custom_partitioning`: XLA may shard each of its independent axes separately.
+def run_partitioned(kind: LaunchKind, slot: PartitionedCallback | None, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Computes a launch by a `custom_partitioning`: XLA may shard each of its independent axes separately.
 
     `slot` is None if launches use no host callbacks.
     """
-    inputs = params["inputs"]
-    names = (*inputs, *(output.name for output in params["outputs"]))
+    inputs = tuple(arrays)
+    names = (*inputs, *(output.name for output in kind.outputs))
     # devices add up their sums in float32
-    float32_outputs = tuple(
+    outputs_of_shard = tuple(
         output._replace(dtype=jnp.dtype(jnp.float32)) if output.name in SUMMED_OUTPUTS else output
-        for output in params["outputs"]
+        for output in kind.outputs
     )
+    kind_of_shard = dataclasses.replace(kind, outputs=outputs_of_shard)
 
     def axes_of(operands: Any, results: Any) -> list[tuple[str, ...]]:
         return [kind.axes_of(name, len(x.shape)) for name, x in zip(names, (*operands, *results), strict=True)]
@@ -74,7 +74,7 @@ def partitioned(kind: LaunchKind, slot: PartitionedCallback | None, params: dict
         ]
         # the shardings agree, except that some arrays may be replicated
         shared = max(given, key=lambda each: _num_shards(mesh, *each.values()))
-        if params.get("reverse") == "bidirectional" and operands[0].shape[0] % (
+        if getattr(kind, "reverse", None) == "bidirectional" and operands[0].shape[0] % (
             2 * _num_shards(mesh, shared.get("models"))
         ):
             shared["models"] = None  # the parity of a model's index on its device decides its direction
@@ -97,19 +97,16 @@ def partitioned(kind: LaunchKind, slot: PartitionedCallback | None, params: dict
             tuple(shardings[: len(inputs)]),
         )
 
-    def local(slot: PartitionedCallback | None, sums: list[list[str]] | None, *arrays: Array) -> tuple[Array, ...]:
-        results = kind.bind_shard(slot, arrays, params | {"outputs": float32_outputs})
+    def local(slot: PartitionedCallback | None, sums: list[list[str]] | None, *operands: Array) -> tuple[Array, ...]:
+        shard = kind.merge_models(dict(zip(inputs, operands, strict=True)))
+        results = [*kind.split_models(kind_of_shard.bind_shard(slot, shard), shard).values()]
         if sums is not None:
             results = [jax.lax.psum(x, tuple(over)) if over else x for x, over in zip(results, sums, strict=True)]
-        return tuple(x.astype(output.dtype) for x, output in zip(results, params["outputs"], strict=True))
+        return tuple(x.astype(output.dtype) for x, output in zip(results, kind.outputs, strict=True))
 
     on_devices = custom_partitioning(functools.partial(local, None, None))
     on_devices.def_partition(partition, sharding_rule=rule, decode_shardings=True)
-
-    def call(*arrays: Array) -> Sequence[Array]:
-        return kind.merge_model_axis(on_devices(*kind.split_model_axis(arrays, params)), params)
-
-    return call
+    return kind.merge_models(kind.by_name(on_devices(*kind.split_models(arrays, arrays).values())))
 
 
 def _mesh_axes(*axes: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,8 +15,7 @@ from jaxrnn import sharding
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput
-    from jaxrnn._bridge.recurrence import Output
+    from jaxrnn._bridge.launch_kind import LaunchKind
 
 
 def _primitive(name: str) -> Primitive:
@@ -26,7 +25,8 @@ def _primitive(name: str) -> Primitive:
 
 
 # A call traces `launch_p`. Its lowering emits `launch_shard_p`, which launches the shard of one device; on a single
-# device there is one shard.
+# device there is one shard. The parameter `kind` says what is launched, and `inputs` names the arrays: the rules of the
+# primitives convert them to a dictionary, and all behind the rules takes and returns arrays by name.
 launch_p, launch_shard_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_shard")
 
 
@@ -42,14 +42,9 @@ def _mesh_marker() -> Any:
     return jax.make_jaxpr(lambda x: identity(x))(0.0)
 
 
-def bind(
-    kind: LaunchKind, arrays: dict[str, Array | None], outputs: Sequence[Output | NamedOutput], **params: Any
-) -> dict[str, Array]:
-    """Binds a launch of some kind to arrays by name; those that are None are left out. Returns its outputs by name."""
+def bind(kind: LaunchKind, arrays: Mapping[str, Array | None]) -> dict[str, Array]:
+    """Binds a launch to its arrays by name; those that are None are left out. Returns its outputs by name."""
     present = {name: x for name, x in arrays.items() if x is not None}
-    results = launch_p.bind(
-        *present.values(), kind=kind, inputs=tuple(present), outputs=tuple(outputs), mesh_marker=_mesh_marker(),
-        **params,
-    )  # fmt: skip
+    results = launch_p.bind(*present.values(), kind=kind, inputs=tuple(present), mesh_marker=_mesh_marker())
     # `shard_map` takes results of a primitive without a rule as equal on all devices; they vary as the inputs do
-    return dict(zip((output.name for output in outputs), sharding.unify_varying_axes(results, present), strict=True))
+    return kind.by_name(sharding.unify_varying_axes(results, present))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrnn._bridge import availability
-from jaxrnn._bridge.launch_kind import NamedOutput, RowLaunchKind, dtypes_of
+from jaxrnn._bridge.launch_kind import NamedOutput, RowLaunchKind
 from jaxrnn._bridge.primitive import bind
 from jaxrnn._bridge.recurrence import map_weights, round_to_tf32
 from jaxrnn.numerics import cast_clamped
@@ -34,10 +35,11 @@ def launch_projection(
     computes the results on a CPU.
     """
     arrays: dict[str, Array | None] = {"x": x[None], "w_ih_t": w_ih.T[None], "bias": bias[None]}
-    return bind(
-        PROJECTION, arrays, [NamedOutput("xp", jnp.dtype(dtype))], precision=precision, or_product=or_product,
-        may_use_xla=may_use_xla,
-    )["xp"][0]  # fmt: skip
+    kind = ProjectionKind(
+        outputs=(NamedOutput("xp", jnp.dtype(dtype)),), may_use_xla=may_use_xla, precision=precision,
+        or_product=or_product,
+    )  # fmt: skip
+    return bind(kind, arrays)["xp"][0]
 
 
 def may_launch_projection(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:
@@ -52,48 +54,37 @@ def may_launch_projection(rows: Any, inputs: int, gates: int, dtype: Any) -> boo
     return isinstance(rows, int) and input_projections.is_profitable(problem, availability.chosen_device())
 
 
-def _problem(arrays: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns the `torch_bridge` problem of a shard."""
-    from torch_bridge.input_projections import Problem
-
-    by_name = dict(zip(params["inputs"], arrays, strict=True))
-    (models, rows, inputs), gates = by_name["x"].shape, by_name["bias"].shape[-1]
-    return Problem(models, rows, inputs, gates, dtypes_of(arrays, params))
-
-
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ProjectionKind(RowLaunchKind):
     """The kind of `launch_projection`."""
 
     name = "projection"
 
-    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
-        by_name = dict(zip(params["inputs"], shapes, strict=True))
-        shape = (*by_name["x"][:-1], by_name["bias"][-1])
-        return [jax.ShapeDtypeStruct(shape, output.dtype) for output in params["outputs"]]
+    precision: Any
+    or_product: bool
 
-    def prefers_xla(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
-        from torch_bridge import input_projections
+    def shape_of(self, output: Any, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+        return (*arrays["x"].shape[:-1], arrays["bias"].shape[-1])
 
-        return params["or_product"] and not input_projections.is_profitable(_problem(arrays, params), device)
+    def choose(self, arrays: Mapping[str, Any], device: Any) -> Any:
+        from torch_bridge.input_projections import Launch, Problem, is_profitable
 
-    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        from torch_bridge import input_projections
+        models, *rows, inputs = arrays["x"].shape
+        problem = Problem(models, math.prod(rows), inputs, arrays["bias"].shape[-1], self.dtypes(arrays))
+        return None if self.or_product and not is_profitable(problem, device) else Launch(problem, device)
 
-        return input_projections.Launch(_problem(arrays, params), device)
-
-    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
-        by_name, (output,) = dict(zip(params["inputs"], arrays, strict=True)), params["outputs"]
+    def in_xla(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        (output,) = self.outputs
         product = jnp.einsum(
-            "srd,sgd->srg", by_name["x"], by_name["w_ih_t"], precision=params["precision"],
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        return [cast_clamped(product + by_name["bias"][:, None], output.dtype)]
+            "srd,sgd->srg", arrays["x"], arrays["w_ih_t"], precision=self.precision, preferred_element_type=jnp.float32
+        )
+        return {output.name: cast_clamped(product + arrays["bias"][:, None], output.dtype)}
 
-    def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+    def operands(self, launch: Any, arrays: dict[str, Array]) -> dict[str, Array]:
         """Rounds weights in float32 to TF32; the kernel rounds the inputs."""
-        return map_weights(round_to_tf32, arrays, params, ("w_ih_t",))
+        return map_weights(round_to_tf32, arrays, ("w_ih_t",))
 
-    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
+    def describe(self) -> tuple[str, str]:
         return "input projection", "fwd"
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
@@ -102,6 +93,3 @@ class ProjectionKind(RowLaunchKind):
         if name == "bias":
             return ("models", "gates")
         return ("models", *(f"rows_{k}" for k in range(1, rank - 1)), "columns" if name == "x" else "gates")
-
-
-PROJECTION = ProjectionKind()

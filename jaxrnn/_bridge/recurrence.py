@@ -5,7 +5,8 @@ Sequences are `[G, T, B, width]`: G groups of B sequences, each group time first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,14 +14,13 @@ import jax.numpy as jnp
 
 from jaxrnn import cells
 from jaxrnn._bridge import availability, scan_launch
-from jaxrnn._bridge.launch_kind import LaunchKind, axes_of_sequences, dtypes_of
-from jaxrnn._bridge.primitive import bind, launch_p, launch_shard_p
+from jaxrnn._bridge.launch_kind import LaunchKind, axes_of_sequences
+from jaxrnn._bridge.primitive import bind
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn._bridge.partitioning import PartitionedCallback
-    from torch_bridge.tiling import Reverse, Sizes
+    from torch_bridge.tiling import Problem, Reverse, Sizes
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn", "bias", "w_sum")
 
@@ -66,10 +66,11 @@ def launch(
     (`[G, B, H]`) or "stepped" (`[G, T, B, H]`). `norm_width` is the number of elements that the cell's norm sees,
     inputs and state; 0 without a norm.
     """
-    return bind(
-        RECURRENCE, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,
-        precision=precision, may_use_xla=may_use_xla, norm_width=norm_width,
+    kind = RecurrenceKind(
+        outputs=tuple(outputs), may_use_xla=may_use_xla, cell=cell, direction=direction, reset_state=reset_state,
+        reverse=reverse, precision=precision, norm_width=norm_width,
     )  # fmt: skip
+    return bind(kind, arrays)
 
 
 def may_have_float32_residuals(hidden: int, sequences: Any) -> bool:
@@ -100,93 +101,108 @@ def _with_quiet_nans(w: Array, numbers: Array | None = None) -> Array:
 
 
 def map_weights(
-    function: Callable[[Array], Array], arrays: Sequence[Array], params: dict[str, Any], weights: tuple[str, ...]
-) -> list[Array]:
+    function: Callable[[Array], Array], arrays: dict[str, Array], weights: tuple[str, ...]
+) -> dict[str, Array]:
     """Returns the arrays of a launch, with `function` applied to those in float32 that are named in `weights`."""
-    return [
-        function(x) if name in weights and x.dtype == jnp.float32 else x
-        for name, x in zip(params["inputs"], arrays, strict=True)
-    ]
+    return arrays | {
+        name: function(arrays[name]) for name in weights if name in arrays and arrays[name].dtype == jnp.float32
+    }
 
 
-def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sizes:
+def _sizes(arrays: Mapping[str, Any]) -> Sizes:
     """Returns the sizes of a launch, from the shapes of weights, a sequence and a state. Forward launches have "xp"."""
     from torch_bridge import tiling
 
-    by_name = dict(zip(inputs, shapes, strict=True))
-    weights, sequence, state = ("w_hh_t", "xp", "h0") if "xp" in by_name else ("w_hh", "dhs", "dh_last")
-    groups, steps, batch = by_name[sequence][:3]
-    return tiling.Sizes(by_name[weights][0], groups, steps, batch, by_name[state][-1])
+    weights, sequence, state = ("w_hh_t", "xp", "h0") if "xp" in arrays else ("w_hh", "dhs", "dh_last")
+    groups, steps, batch = arrays[sequence].shape[:3]
+    return tiling.Sizes(arrays[weights].shape[0], groups, steps, batch, arrays[state].shape[-1])
 
 
-def _result_types(sizes: Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
-    return [
-        jax.ShapeDtypeStruct(
-            (sizes.groups, *((sizes.steps,) if output.stepped else ()), sizes.batch, output.width), output.dtype
-        )
-        for output in outputs
-    ]
-
-
-def _problem(arrays: Sequence[Any], sizes: Sizes, params: dict[str, Any]) -> Any:
-    from torch_bridge.tiling import Problem
-
-    return Problem(
-        params["cell"], params["direction"], *sizes, dtypes=dtypes_of(arrays, params),
-        reset_state=params["reset_state"], reverse=params["reverse"], precision=params["precision"],
-        norm_width=params["norm_width"],
-    )  # fmt: skip
-
-
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RecurrenceKind(LaunchKind):
-    """The kind of the launches of time loops; `LaunchKind` describes the methods.
+    """The kind of the launches of time loops; `LaunchKind` describes the methods, and `launch` the attributes.
 
-    The G groups belong to S models, G / S consecutive groups to each. `split_model_axis` gives the models an axis of
-    their own, `[S, G / S, ...]`.
+    The G groups belong to S models, G / S consecutive groups to each. `split_models` gives the models an axis of their
+    own, `[S, G / S, ...]`.
     """
 
     name = "recurrence"
 
-    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
-        return _result_types(_sizes(params["inputs"], shapes), params["outputs"])
+    cell: str
+    direction: Any
+    reset_state: Any
+    reverse: Reverse
+    precision: Any
+    norm_width: int
 
-    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        from torch_bridge.recurrences import Launch
-        from torch_bridge.tiling import with_residual_dtypes
+    def shape_of(self, output: Any, arrays: Mapping[str, Any]) -> tuple[int, ...]:
+        sizes = _sizes(arrays)
+        return (sizes.groups, *((sizes.steps,) if output.stepped else ()), sizes.batch, output.width)
 
-        return Launch(with_residual_dtypes(self.problem(arrays, params), device), device)
+    def problem(self, arrays: Mapping[str, Any]) -> Problem:
+        from torch_bridge.tiling import Problem
 
-    def problem(self, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
-        return _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
-
-    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
-        return params["cell"], params["direction"]
-
-    def batch(
-        self, arrays: Sequence[Array], axes: Sequence[int | None], params: dict[str, Any]
-    ) -> tuple[list[Array], list[int]]:
-        return _batch(arrays, axes, params)
-
-    def prefers_xla(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
-        from torch_bridge.tiling import prefers_scan
-
-        if not params["may_use_xla"]:
-            return False
-        return prefers_scan(self.problem(arrays, params), device)
-
-    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
-        results = scan_launch.run(
-            cells.CELLS[params["cell"]], params["direction"], dict(zip(params["inputs"], arrays, strict=True)),
-            {output.name: output.dtype for output in params["outputs"]}, reset_state=params["reset_state"],
-            reverse=params["reverse"], precision=params["precision"], norm_width=params["norm_width"],
+        return Problem(
+            self.cell, self.direction, *_sizes(arrays), dtypes=self.dtypes(arrays), reset_state=self.reset_state,
+            reverse=self.reverse, precision=self.precision, norm_width=self.norm_width,
         )  # fmt: skip
-        return [results[output.name] for output in params["outputs"]]
 
-    def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+    def choose(self, arrays: Mapping[str, Any], device: Any) -> Any:
+        from torch_bridge.recurrences import Launch
+        from torch_bridge.tiling import prefers_scan, with_residual_dtypes
+
+        problem = self.problem(arrays)
+        if self.may_use_xla and prefers_scan(problem, device):
+            return None
+        return Launch(with_residual_dtypes(problem, device), device)
+
+    def describe(self) -> tuple[str, str]:
+        return self.cell, self.direction
+
+    def batch(self, arrays: Mapping[str, Array], axes: Mapping[str, int]) -> tuple[dict[str, Array], int]:
+        """Batches a launch, which stays one launch: the new axis joins the models if weights are batched, else groups.
+
+        The models of a launch stay adjacent, so that those of two directions keep the parity of their indices.
+        """
+        size = next(arrays[name].shape[axis] for name, axis in axes.items())
+        new_models = any(name in WEIGHTS for name in axes)
+        examples = {  # those of one example
+            name: jax.ShapeDtypeStruct([n for k, n in enumerate(x.shape) if k != axes.get(name)], x.dtype)
+            for name, x in arrays.items()
+        }
+        models, groups = _sizes(examples)[:2]
+        per_model = groups // max(models, 1)
+
+        def merge(name: str, x: Array) -> Array:
+            if name in WEIGHTS and not new_models:
+                return x
+            x = jnp.moveaxis(x, axes[name], 0) if name in axes else jnp.broadcast_to(x, (size, *x.shape))
+            shape = (size * x.shape[1], *x.shape[2:])
+            if not new_models:  # models stay the slowest axis: [size, models, ...] -> [models, size, ...]
+                x = x.reshape(size, models, per_model, *x.shape[2:]).swapaxes(0, 1)
+            return x.reshape(shape)
+
+        def split(x: Array) -> Array:
+            if not new_models:
+                x = x.reshape(models, size, per_model, *x.shape[1:]).swapaxes(0, 1)
+                return x.reshape(size, groups, *x.shape[3:])
+            return x.reshape(size, groups, *x.shape[1:])
+
+        results = bind(self, {name: merge(name, x) for name, x in arrays.items()})
+        return {name: split(x) for name, x in results.items()}, 0
+
+    def in_xla(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        results = scan_launch.run(
+            cells.CELLS[self.cell], self.direction, arrays, {output.name: output.dtype for output in self.outputs},
+            reset_state=self.reset_state, reverse=self.reverse, precision=self.precision, norm_width=self.norm_width,
+        )  # fmt: skip
+        return {output.name: results[output.name] for output in self.outputs}
+
+    def operands(self, launch: Any, arrays: dict[str, Array]) -> dict[str, Array]:
         if launch.config.loop != "streamed":
             return arrays  # the other loops prepare what they load
-        prepare = round_to_tf32 if params["precision"] == "tf32" else _with_quiet_nans
-        return map_weights(prepare, arrays, params, ("w_hh", "w_hh_t"))
+        prepare = round_to_tf32 if self.precision == "tf32" else _with_quiet_nans
+        return map_weights(prepare, arrays, ("w_hh", "w_hh_t"))
 
     def array_dtypes(self, launch: Any) -> dict[str, str]:
         return dict(launch.problem.dtypes)
@@ -196,62 +212,12 @@ class RecurrenceKind(LaunchKind):
             return ("models", *(f"{name}_{k}" for k in range(1, rank)))
         return axes_of_sequences(name, rank)
 
-    def split_model_axis(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        models = _sizes(params["inputs"], [x.shape for x in arrays]).models
-        return [
-            x if name in WEIGHTS else x.reshape(models, x.shape[0] // models, *x.shape[1:])
-            for name, x in zip(params["inputs"], arrays, strict=True)
-        ]
+    def split_models(self, values: dict[str, Array], arrays: Mapping[str, Array]) -> dict[str, Array]:
+        models = _sizes(arrays).models
+        return {
+            name: x if name in WEIGHTS else x.reshape(models, x.shape[0] // models, *x.shape[1:])
+            for name, x in values.items()
+        }
 
-    def merge_model_axis(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        return [x.reshape(-1, *x.shape[2:]) for x in results]
-
-    def bind_shard(
-        self, slot: PartitionedCallback | None, arrays: Sequence[Array], params: dict[str, Any]
-    ) -> Sequence[Array]:
-        merged = [
-            x if name in WEIGHTS else x.reshape(-1, *x.shape[2:])
-            for name, x in zip(params["inputs"], arrays, strict=True)
-        ]
-        models = _sizes(params["inputs"], [x.shape for x in merged]).models
-        results = launch_shard_p.bind(*merged, kind=self, slot=slot, **params)
-        return [x.reshape(models, -1, *x.shape[1:]) for x in results]
-
-
-RECURRENCE = RecurrenceKind()
-
-
-def _batch(
-    arrays: Sequence[Array], axes: Sequence[int | None], params: dict[str, Any]
-) -> tuple[list[Array], list[int]]:
-    """Batches a launch, which stays one launch: if weights are batched, the new axis joins the models, else the groups.
-
-    The models of a launch stay adjacent, so that those of two directions keep the parity of their indices.
-    """
-    inputs = params["inputs"]
-    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-    new_models = any(name in WEIGHTS and axis is not None for name, axis in zip(inputs, axes, strict=True))
-    shapes = [
-        x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :] for x, axis in zip(arrays, axes, strict=True)
-    ]
-    models, groups = _sizes(inputs, shapes)[:2]
-    per_model = groups // max(models, 1)
-
-    def merge(name: str, x: Array, axis: int | None) -> Array:
-        if name in WEIGHTS and not new_models:
-            return x
-        x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        shape = (size * x.shape[1], *x.shape[2:])
-        if not new_models:  # models stay the slowest axis: [size, models, ...] -> [models, size, ...]
-            x = x.reshape(size, models, per_model, *x.shape[2:]).swapaxes(0, 1)
-        return x.reshape(shape)
-
-    def split(x: Array) -> Array:
-        if not new_models:
-            x = x.reshape(models, size, per_model, *x.shape[1:]).swapaxes(0, 1)
-            return x.reshape(size, groups, *x.shape[3:])
-        return x.reshape(size, groups, *x.shape[1:])
-
-    merged = [merge(name, x, axis) for name, x, axis in zip(inputs, arrays, axes, strict=True)]
-    results = [split(x) for x in launch_p.bind(*merged, **params)]
-    return results, [0] * len(results)
+    def merge_models(self, values: dict[str, Array]) -> dict[str, Array]:
+        return {name: x if name in WEIGHTS else x.reshape(-1, *x.shape[2:]) for name, x in values.items()}

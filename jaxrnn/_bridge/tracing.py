@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrnn import context
 from jaxrnn._bridge import availability
-from jaxrnn._bridge.launch_kind import types_of_shard
 from jaxrnn._bridge.method import cuda_method
 from jaxrnn._bridge.primitive import launch_p, launch_shard_p
 from jaxrnn._bridge.reverse_mode import refuse_to_differentiate
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from jaxrnn._bridge.launch_kind import LaunchKind
 
 
-def _compile_in_background(kind: LaunchKind, avals: Sequence[Any], params: dict[str, Any]) -> None:
+def _compile_in_background(kind: LaunchKind, arrays: dict[str, Any]) -> None:
     """Starts to compile a launch when it is traced, so that all kernels of a program compile in parallel.
 
     The work is wasted if this launch is not lowered: if JAX only evaluates shapes, if it traces a body again for `vmap`
@@ -33,28 +32,28 @@ def _compile_in_background(kind: LaunchKind, avals: Sequence[Any], params: dict[
         availability.runs_interpreter()
         or context.listener() is not None
         or not availability.on_gpu()
-        or not all(isinstance(n, int) and n for aval in avals for n in aval.shape)
+        or not all(isinstance(n, int) and n for x in arrays.values() for n in x.shape)
     ):
         return
     device, ordinals = availability.cuda_device()
-    launch = kind.choose(types_of_shard(kind, avals, params), params, device)
+    launch = kind.choose(arrays, device)
     if launch is not None:
         cuda_method().begin(launch, ordinals)
 
 
 def _abstract_eval(
-    *avals: Any, kind: LaunchKind, slot: Any = None, mesh_marker: Any = None, **params: Any
+    *avals: Any, kind: LaunchKind, inputs: Sequence[str], slot: Any = None
 ) -> list[jax.core.ShapedArray]:
     mesh = avals[0].sharding.mesh
     return [
         jax.core.ShapedArray(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(x.shape))))
-        for x in kind.types([aval.shape for aval in avals], params)
+        for x in kind.types(dict(zip(inputs, avals, strict=True))).values()
     ]
 
 
-def _trace(*avals: Any, kind: LaunchKind, mesh_marker: Any, **params: Any) -> list[jax.core.ShapedArray]:
-    _compile_in_background(kind, avals, params)
-    return _abstract_eval(*avals, kind=kind, **params)
+def _trace(*avals: Any, kind: LaunchKind, inputs: Sequence[str], mesh_marker: Any) -> list[jax.core.ShapedArray]:
+    _compile_in_background(kind, dict(zip(inputs, avals, strict=True)))
+    return _abstract_eval(*avals, kind=kind, inputs=inputs)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,9 +67,11 @@ def _run(*arrays: Array, **params: Any) -> list[Array]:
 
 
 def _batch(
-    arrays: Sequence[Array], axes: Sequence[int | None], *, kind: LaunchKind, **params: Any
+    operands: Sequence[Array], axes: Sequence[int | None], *, kind: LaunchKind, inputs: Sequence[str], mesh_marker: Any
 ) -> tuple[list[Array], list[int]]:
-    return kind.batch(arrays, axes, {"kind": kind, **params})
+    mapped = {name: axis for name, axis in zip(inputs, axes, strict=True) if axis is not None}
+    results, axis = kind.batch(dict(zip(inputs, operands, strict=True)), mapped)
+    return [*results.values()], [axis] * len(results)
 
 
 launch_p.def_abstract_eval(_trace)

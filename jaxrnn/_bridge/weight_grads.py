@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxrnn._bridge import availability
-from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput, axes_of_sequences, dtypes_of
+from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput, axes_of_sequences
 from jaxrnn._bridge.primitive import bind
 from jaxrnn.numerics import is_reset
 
@@ -31,10 +31,11 @@ def launch_weight_grads(
     reset_state, reset_h = "zeros", arrays.get("reset_h")
     if reset_h is not None:  # per-step reset states have the shape of the states
         reset_state = "stepped" if reset_h.ndim == arrays["hs"].ndim else "fixed"  # type: ignore[union-attr]
-    output = NamedOutput("sums", jnp.dtype(jnp.float32))
-    sums = bind(
-        WEIGHT_GRADS_LAUNCH, arrays, [output], reverse=reverse, reset_state=reset_state, may_use_xla=may_use_xla
-    )["sums"]  # fmt: skip
+    kind = WeightGradsKind(
+        outputs=(NamedOutput("sums", jnp.dtype(jnp.float32)),), may_use_xla=may_use_xla, reverse=reverse,
+        reset_state=reset_state,
+    )  # fmt: skip
+    sums = bind(kind, arrays)["sums"]
     inputs, hidden, gates = (arrays[name].shape[-1] for name in ("x", "hs", "dxp"))  # type: ignore[union-attr]
     last_gate_separate = arrays.get("dhn") is not None
     at = Layout.of(inputs, hidden, gates, last_gate_separate)
@@ -77,57 +78,53 @@ def is_features_first_profitable(rows: int, gates: int) -> bool:
     return device.has_wgmma and rows >= 4096 and gates >= 768
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class WeightGradsKind(LaunchKind):
     """The kind of `launch_weight_grads`. If sequences are sharded, the sums of all devices are added up."""
 
     name = "weight_grads"
 
-    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+    reverse: bool
+    reset_state: Any
+
+    def shape_of(self, output: Any, arrays: Mapping[str, Any]) -> tuple[int, ...]:
         from torch_bridge.weight_grads import Layout
 
-        by_name = dict(zip(params["inputs"], shapes, strict=True))
-        inputs, hidden, gates = (by_name[name][-1] for name in ("x", "hs", "dxp"))
-        length = Layout.of(inputs, hidden, gates, "dhn" in by_name).end
-        return [jax.ShapeDtypeStruct((by_name["x"][0], length), output.dtype) for output in params["outputs"]]
+        inputs, hidden, gates = (arrays[name].shape[-1] for name in ("x", "hs", "dxp"))
+        return (arrays["x"].shape[0], Layout.of(inputs, hidden, gates, "dhn" in arrays).end)
 
-    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+    def choose(self, arrays: Mapping[str, Any], device: Any) -> Any:
         from torch_bridge.weight_grads import Launch, Problem
 
-        by_name = dict(zip(params["inputs"], arrays, strict=True))
-        hidden, gates = (by_name[name].shape[-1] for name in ("hs", "dxp"))
-        models, groups, steps, batch, inputs = by_name["x"].shape
+        hidden, gates = (arrays[name].shape[-1] for name in ("hs", "dxp"))
+        models, groups, steps, batch, inputs = arrays["x"].shape
         problem = Problem(
-            models, groups, steps, batch, inputs, hidden, gates, dtypes_of(arrays, params), params["reverse"],
-            params["reset_state"],
-        )  # fmt: skip
+            models, groups, steps, batch, inputs, hidden, gates, self.dtypes(arrays), self.reverse, self.reset_state
+        )
         return Launch(problem, device)
 
-    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
-        by_name = dict(zip(params["inputs"], arrays, strict=True))
-        x, hs, h0, dxp = (by_name[name] for name in ("x", "hs", "h0", "dxp"))
-        first, rest = h0[:, :, None], hs[:, :, 1:] if params["reverse"] else hs[:, :, :-1]
-        h_prev = jnp.concatenate([rest, first] if params["reverse"] else [first, rest], axis=2)
-        if "reset" in by_name:
-            new = by_name.get("reset_h", 0)
-            if params["reset_state"] == "fixed":
+    def in_xla(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        x, hs, h0, dxp = (arrays[name] for name in ("x", "hs", "h0", "dxp"))
+        first, rest = h0[:, :, None], hs[:, :, 1:] if self.reverse else hs[:, :, :-1]
+        h_prev = jnp.concatenate([rest, first] if self.reverse else [first, rest], axis=2)
+        if "reset" in arrays:
+            new: Any = arrays.get("reset_h", 0)
+            if self.reset_state == "fixed":
                 new = new[:, :, None]
-            h_prev = jnp.where(is_reset(by_name["reset"])[..., None], new, h_prev)
-        dhn, of_products = by_name.get("dhn"), dxp
+            h_prev = jnp.where(is_reset(arrays["reset"])[..., None], new, h_prev)
+        dhn, of_products = arrays.get("dhn"), dxp
         if dhn is not None:  # the gradient of the last gate's hidden product
             of_products = jnp.concatenate([dxp[..., : -dhn.shape[-1]], dhn], axis=-1)
         contract = functools.partial(jnp.einsum, "sgtbi,sgtbj->sij", preferred_element_type=jnp.float32)
         grads = [contract(x, dxp), contract(h_prev, of_products)]
-        if "x_mean" in by_name:
-            grads[1] -= jnp.sum(by_name["x_mean"] * dxp.astype(jnp.float32), axis=(1, 2, 3))[:, None]
-        of_bias = dxp if "scale" not in by_name else dxp.astype(jnp.float32) / by_name["scale"]
+        if "x_mean" in arrays:
+            grads[1] -= jnp.sum(arrays["x_mean"] * dxp.astype(jnp.float32), axis=(1, 2, 3))[:, None]
+        of_bias = dxp if "scale" not in arrays else dxp.astype(jnp.float32) / arrays["scale"]
         grads += [jnp.sum(d, axis=(1, 2, 3), dtype=jnp.float32) for d in (of_bias, dhn) if d is not None]
-        return [jnp.concatenate([d.reshape(d.shape[0], -1) for d in grads], axis=-1)]
+        return {"sums": jnp.concatenate([d.reshape(d.shape[0], -1) for d in grads], axis=-1)}
 
-    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
+    def describe(self) -> tuple[str, str]:
         return "weight gradients", "bwd"
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         return ("models", "length") if name == "sums" else axes_of_sequences(name, rank)
-
-
-WEIGHT_GRADS_LAUNCH = WeightGradsKind()

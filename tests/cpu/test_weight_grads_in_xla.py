@@ -9,7 +9,7 @@ import pytest
 import weight_sums
 
 from jaxrnn import _bridge
-from jaxrnn._bridge.weight_grads import WEIGHT_GRADS_LAUNCH
+from jaxrnn._bridge.weight_grads import WeightGradsKind
 from jaxrnn.cells import CELLS as ENTRIES
 from jaxrnn.kernel_vjp import spec, weight_grads
 
@@ -43,9 +43,9 @@ def test_sums_equal_those_of_a_loop_over_steps(cell, reset_state, reverse, dtype
     from torch_bridge.weight_grads import Layout
 
     arrays = make_arrays(cell, reset_state, dtype)
-    params = {"inputs": tuple(arrays), "reverse": reverse, "reset_state": reset_state}
+    kind = WeightGradsKind(outputs=(), reverse=reverse, reset_state=reset_state)
     with jax.numpy_dtype_promotion(promotion):
-        (sums,) = WEIGHT_GRADS_LAUNCH.in_xla([*arrays.values()], params)
+        sums = kind.in_xla(arrays)["sums"]
     layout = Layout.of(INPUTS, HIDDEN, arrays["dxp"].shape[-1], "dhn" in arrays)
     want = weight_sums.step_by_step(arrays, reverse)
     got = {name: np.asarray(sums)[:, start:end].reshape(want[name].shape)

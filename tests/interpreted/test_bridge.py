@@ -56,7 +56,7 @@ def test_kernel_precision_without_an_argument_follows_the_default_of_jax():
 @functools.cache
 def traced(case):
     """Returns the problems of the launches of `case` by direction. The launches are lowered, but do not run."""
-    found, original = {}, recurrence._problem
+    found, original = {}, recurrence.RecurrenceKind.problem
 
     def problem(*args):
         result = original(*args)
@@ -65,7 +65,7 @@ def traced(case):
 
     shapes = {name: shape_of(x) for name, x in cases.make_inputs(case).items() if x is not None}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrence, "_problem", problem)
+        patch.setattr(recurrence.RecurrenceKind, "problem", problem)
         jax.jit(functools.partial(cases._with_gradients, case, "triton")).lower(shapes)
     assert found.keys() == {"fwd", "bwd"}
     return found

@@ -136,19 +136,16 @@ def test_residuals_declared_float32_get_the_dtypes_that_kernels_save(cell, hidde
 def test_problems_made_for_torch_match_those_of_jax(monkeypatch, cell, reset_state):
     """Checks that `make_problem` and `make_arrays` give the arrays, shapes and dtypes of a call in JAX."""
     from benchmarks.problems import make_arrays, make_problem, outputs_of, shape_of
-    from jaxrnn._bridge import recurrence
+    from jaxrnn._bridge.recurrence import RecurrenceKind
 
-    found, original = [], recurrence._problem
+    found, original = [], RecurrenceKind.problem
 
-    def problem_of(arrays, sizes, params):
-        problem = original(arrays, sizes, params)
-        shapes = {name: x.shape for name, x in zip(params["inputs"], arrays, strict=True)}
-        for output, x in zip(params["outputs"], recurrence._result_types(sizes, params["outputs"]), strict=True):
-            shapes[output.name] = x.shape
-        found.append((problem, shapes, [output.name for output in params["outputs"]]))
+    def problem_of(kind, arrays):
+        problem, results = original(kind, arrays), kind.types(arrays)
+        found.append((problem, {name: x.shape for name, x in (arrays | results).items()}, [*results]))
         return problem
 
-    monkeypatch.setattr(recurrence, "_problem", problem_of)
+    monkeypatch.setattr(RecurrenceKind, "problem", problem_of)
     all_states = cell == "lstm" and reset_state is not None
     case = cases.Case(cell, T=3, B=5, H=40, precision="default", reset_state=reset_state, cells=all_states)
     inputs = {

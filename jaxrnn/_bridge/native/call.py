@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxrnn._bridge.native import target
+
+if TYPE_CHECKING:
+    from jax import Array
 
 # The kinds of parameters, in the order of the enum in `launch.c`, and the types of `torch_bridge.launch.Binary`.
 _KINDS = ("array", "null", "i32", "i64", "fp32")
@@ -30,18 +33,17 @@ class NativeMethod:
         launch.begin_loading(None)
 
     def call(
-        self, launch: Any, ordinals: Sequence[int], inputs: Sequence[str], outputs: Sequence[str],
-        results: Sequence[jax.ShapeDtypeStruct], aliases: Mapping[int, int],
-    ) -> Callable[..., Any]:  # fmt: skip
-        """Returns the function of arrays, named by `inputs`, that launches and returns those named by `outputs`.
+        self, launch: Any, ordinals: Sequence[int], arrays: Mapping[str, Array],
+        results: Mapping[str, jax.ShapeDtypeStruct], aliases: Mapping[int, int],
+    ) -> Sequence[Array]:  # fmt: skip
+        """Launches on `arrays`; returns the results in their order.
 
         Compiles the kernels, and registers the handler.
         """
         del ordinals
         target.register()
-        function = jax.ffi.ffi_call(target.TARGET, results, input_output_aliases=dict(aliases))
-        given = attributes(launch.binaries(), [*inputs, *outputs])
-        return lambda *arrays: function(*arrays, **given)
+        function = jax.ffi.ffi_call(target.TARGET, [*results.values()], input_output_aliases=dict(aliases))
+        return function(*arrays.values(), **attributes(launch.binaries(), [*arrays, *results]))
 
 
 def attributes(binaries: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
