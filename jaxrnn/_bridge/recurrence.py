@@ -183,8 +183,8 @@ class RecurrenceKind(LaunchKind):
         return [results[output.name] for output in params["outputs"]]
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        if launch.config.loop != "streamed":
-            return arrays  # the other loops prepare what they load
+        if launch.config.prepares_weights:
+            return arrays
         prepare = round_to_tf32 if params["precision"] == "tf32" else _with_quiet_nans
         return map_weights(prepare, arrays, params, ("w_hh", "w_hh_t"))
 

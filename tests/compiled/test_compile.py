@@ -91,7 +91,7 @@ def shipped(
         # the code of Gluon kernels depends on how many programs share the units
         splits = min(c.splits, 2) if c.loop == "streamed" else c.splits
         divided = hidden % c.block_k == 0
-        alike = picked.setdefault((dataclasses.replace(c, splits=1), divided, hidden % 4 == 0), {})
+        alike = picked.setdefault((numbers_of(c, splits=1), divided, hidden % 4 == 0), {})
         alike.setdefault(splits, []).append((p, c))
     found = []
     for (_, divided, _), alike in picked.items():
@@ -107,11 +107,16 @@ def shipped(
         return found
     tallest: dict[Any, tuple[Problem, KernelConfig]] = {}
     for p, c in found:
-        key: Any = dataclasses.replace(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.is_unaligned, p.reset_state
+        key: Any = numbers_of(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.is_unaligned, p.reset_state
         if device.capability in SAME_GLUON_PTX:
             key = c.loop, c.block_h, p.is_unaligned, p.reset_state if c.loop != "streamed" else None
         tallest[key] = max(tallest.get(key, (p, c)), (p, c), key=lambda way: (way[1].block_b, way[0].hidden))
     return list(tallest.values())
+
+
+def numbers_of(config: KernelConfig, **same: int) -> tuple[Any, ...]:
+    """Returns the loop and the numbers of a tiling, with those in `same` in place of its own."""
+    return config.loop, *(config._asdict() | same).values()
 
 
 def test_targets_cover_the_profiles():
