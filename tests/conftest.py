@@ -29,6 +29,7 @@ from pathlib import Path
 import ptx_hashes
 import pytest
 import quick
+import spills
 from accelerator import nvidia_gpus
 
 CHECKERS = ("mypy", "pyright", "hatchling", "torch")
@@ -51,6 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ptx-hashes", type=Path, metavar="FILE",
         help="compile_only: write a hash of the PTX of every kernel that the tests compile to this file",
+    )  # fmt: skip
+    parser.addoption(
+        "--write-spills", action="store_true",
+        help="compile_only: write what the kernels that test_compile.py compiles spill to spills.json",
     )  # fmt: skip
 
 
@@ -102,6 +107,10 @@ def pytest_configure(config: pytest.Config) -> None:
         if "compile_only" in left_out:
             raise pytest.UsageError("--ptx-hashes needs compiled kernels: add -m compile_only, unset TRITON_INTERPRET")
         config.pluginmanager.register(ptx_hashes.PTXHashes(config.option.ptx_hashes))
+    if config.option.write_spills:
+        if "compile_only" in left_out:
+            raise pytest.UsageError("--write-spills needs compiled kernels: add -m compile_only")
+        config.pluginmanager.register(spills.WriteSpills())
 
     # Workers share the machine, so none may preallocate the GPU's memory or use every core. OMP_NUM_THREADS must be set
     # before they start: NumPy reads it only on import, and a pytest plugin may import NumPy before a worker reads this

@@ -2,22 +2,26 @@
 
 import dataclasses
 
-from torch_bridge.tiling import KernelConfig
+from torch_bridge.tiling.resident import Resident
+from torch_bridge.tiling.rows import Rows
+from torch_bridge.tiling.split import Split
+from torch_bridge.tiling.split_registers import SplitRegisters
+from torch_bridge.tiling.streamed import SharedStreamed, Streamed
 
 DIRECTIONS = ("fwd", "bwd")
 COMPILED = {
-    "one-program-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1), (8, 16)),
-    "one-program-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1), (8, 16)),
-    "shared-16": ((192,), KernelConfig(16, 16, 32, 12, 4, 2), (16, 32)),
-    "shared-64": ((256, 300), KernelConfig(64, 16, 32, 4, 8, 2), (16, 32)),
-    "resident-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1, "resident"), (1, 4, 8, 16)),
-    "resident-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1, "resident"), (1, 2, 4, 8, 16)),
-    "split": ((192, 300), KernelConfig(64, 8, 64, 3, 4, 1, "split"), (8, 16, 32)),
-    "rows": ((512, 300), KernelConfig(32, 64, 32, 12, 4, 1, "rows"), (64, 128)),
-    "split-registers-64": ((192, 256), KernelConfig(64, 8, 256, 4, 8, 1, "split_registers"), (8, 16)),
-    "split-registers-32": ((300, 512), KernelConfig(32, 8, 512, 16, 8, 1, "split_registers"), (8, 16)),
-    "split-registers-16": ((520,), KernelConfig(16, 8, 1024, 36, 8, 1, "split_registers"), (8, 16)),
-    "split-of-8-warps": ((256,), KernelConfig(64, 16, 64, 4, 8, 1, "split"), (16, 32)),
+    "one-program-64": ((64, 40), Streamed(64, 8, 4), (8, 16)),
+    "one-program-128": ((128,), Streamed(128, 8, 8), (8, 16)),
+    "shared-16": ((192,), SharedStreamed(16, 16, 32, 12, 4, 2), (16, 32)),
+    "shared-64": ((256, 300), SharedStreamed(64, 16, 32, 4, 8, 2), (16, 32)),
+    "resident-64": ((64, 40), Resident(64, 8), (1, 4, 8, 16)),
+    "resident-128": ((128,), Resident(128, 8), (1, 2, 4, 8, 16)),
+    "split": ((192, 300), Split(8, 3, 4), (8, 16, 32)),
+    "rows": ((512, 300), Rows(64, 12), (64, 128)),
+    "split-registers-64": ((192, 256), SplitRegisters(64, 8, 4), (8, 16)),
+    "split-registers-32": ((300, 512), SplitRegisters(32, 8, 16), (8, 16)),
+    "split-registers-16": ((520,), SplitRegisters(16, 8, 36), (8, 16)),
+    "split-of-8-warps": ((256,), Split(16, 4, 8), (16, 32)),
 }
 
 
@@ -39,6 +43,8 @@ def outputs(problem, device, tiling, place):
 
 def for_width(tiling, hidden):
     """Returns the tiling with as many programs as share `hidden` units, a multiple of some number in two loops."""
+    if tiling.splits == 1:
+        return tiling
     multiple = {"rows": 4, "split_registers": 64 // tiling.block_h}.get(tiling.loop, 1)
     splits = multiple * -(-hidden // (multiple * tiling.block_h))
     return dataclasses.replace(tiling, splits=splits)

@@ -98,7 +98,7 @@ class LaunchRecord:
             return None
         if self.problem.operand_dtype != "float32":
             return str(self.problem.operand_dtype)
-        return "float32" if self.loop == "fma" else str(self.problem.precision)  # "fma" multiplies in full float32
+        return "float32" if self.tiling.in_float32 else str(self.problem.precision)
 
     def __str__(self) -> str:
         what = (
@@ -118,7 +118,7 @@ class LaunchRecord:
 
 def _describe_tiling(tiling: Any) -> str:
     fields = tiling._asdict() if hasattr(tiling, "_asdict") else dataclasses.asdict(tiling)
-    return ", ".join(f"{name} {value}" for name, value in fields.items() if name != "loop")
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
 def record_launch(computes: str, direction: str, launch: Any) -> LaunchRecord:

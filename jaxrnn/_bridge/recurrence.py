@@ -199,8 +199,8 @@ class RecurrenceKind(LaunchKind):
         return {output.name: results[output.name] for output in self.outputs}
 
     def operands(self, launch: Any, arrays: dict[str, Array]) -> dict[str, Array]:
-        if launch.config.loop != "streamed":
-            return arrays  # the other loops prepare what they load
+        if launch.config.prepares_weights:
+            return arrays
         prepare = round_to_tf32 if self.precision == "tf32" else _with_quiet_nans
         return map_weights(prepare, arrays, ("w_hh", "w_hh_t"))
 

@@ -1,5 +1,16 @@
 """Tests that every shipped configuration compiles for the GPUs of `tiling.PROFILES`, fits, and does not spill.
 
+`tests/spills.json` names those that may spill, and how much:
+
+- Tiles of 16 sequences where one program has all units are faster than tiles of 8 that do not all run at once (H200:
+  GRU 2048,256,128 in bfloat16 takes 1.67 ms instead of 1.89 ms).
+- One program per sequence of 65 to 128 units is faster than programs that share the units and read the weights from L2
+  at every step, by more than spilling costs. Widths from 119 on that are not multiples of four spill most.
+- Cells with a norm need more registers than the cell whose tilings they use. Backward, an LSTM of 65 to 128 units in
+  TF32 needs most of them for its weights. Without those that spill, slower kernels would run.
+- Norms whose tilings leave room for other programs are faster than those with enough registers (H200: LayerNorm of 512
+  columns, backward, reaches 0.76 of a copy's bandwidth instead of 0.63).
+
 The tests need no GPU.
 """
 
@@ -12,6 +23,7 @@ from typing import Any
 
 import cubins
 import pytest
+import spills
 from ptx_hashes import without_lines
 
 from benchmarks.problems import KINDS, make_problem
@@ -19,6 +31,7 @@ from jaxrnn.kernel_vjp import spec
 from torch_bridge import tiling
 from torch_bridge.cells import CELLS
 from torch_bridge.tiling import Device, KernelConfig, Problem, support
+from torch_bridge.tiling.arithmetic import power_of_2
 from torch_bridge.tiling.devices import PROFILES
 
 pytestmark = pytest.mark.compile_only
@@ -91,7 +104,7 @@ def shipped(
         # the code of Gluon kernels depends on how many programs share the units
         splits = min(c.splits, 2) if c.loop == "streamed" else c.splits
         divided = hidden % c.block_k == 0
-        alike = picked.setdefault((dataclasses.replace(c, splits=1), divided, hidden % 4 == 0), {})
+        alike = picked.setdefault((numbers_of(c, splits=1), divided, hidden % 4 == 0), {})
         alike.setdefault(splits, []).append((p, c))
     found = []
     for (_, divided, _), alike in picked.items():
@@ -107,11 +120,16 @@ def shipped(
         return found
     tallest: dict[Any, tuple[Problem, KernelConfig]] = {}
     for p, c in found:
-        key: Any = dataclasses.replace(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.is_unaligned, p.reset_state
+        key: Any = numbers_of(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.is_unaligned, p.reset_state
         if device.capability in SAME_GLUON_PTX:
             key = c.loop, c.block_h, p.is_unaligned, p.reset_state if c.loop != "streamed" else None
         tallest[key] = max(tallest.get(key, (p, c)), (p, c), key=lambda way: (way[1].block_b, way[0].hidden))
     return list(tallest.values())
+
+
+def numbers_of(config: KernelConfig, **same: int) -> tuple[Any, ...]:
+    """Returns the loop and the numbers of a tiling, with those in `same` in place of its own."""
+    return config.loop, *(config._asdict() | same).values()
 
 
 def test_targets_cover_the_profiles():
@@ -227,46 +245,6 @@ def test_one_program_per_sequence_fits_and_does_not_spill(target, whole, cell, d
     assert not bad, "\n".join(bad)
 
 
-# Upper bounds of the bytes of local memory per thread if one program has all units and tiles have 16 sequences. Such
-# tiles are still faster than tiles of 8 that do not all run at once (H200: GRU 2048,256,128 in bfloat16 takes 1.67 ms
-# instead of 1.89 ms).
-LOCAL_BYTES_OF_SIXTEENS = {
-    80: {"fwd": 48, "bwd": 112}, 86: {"fwd": 32, "bwd": 168}, 89: {"fwd": 32, "bwd": 168}, 90: {"fwd": 40, "bwd": 120},
-    100: {"fwd": 48, "bwd": 160}, 103: {"fwd": 48, "bwd": 160}, 120: {"fwd": 40, "bwd": 104},
-}  # fmt: skip
-
-# The same bounds for one program per sequence of 65 to 128 units, with Triton up to 3.7 and with later versions. Such
-# programs are faster than programs that share the units, by more than spilling costs. Widths from 119 on that are not
-# multiples of four spill most.
-LOCAL_BYTES_OF_FMA = {
-    ("gru", "fwd"): (0, 264), ("gru", "bwd"): (24, 72), ("lstm", "fwd"): (72, 352), ("lstm", "bwd"): (16, 80)
-}  # fmt: skip
-# The same bounds on GPUs other than Hopper, by capability, with Triton up to 3.7. Backward, an LSTM spills more where
-# shared memory holds the weights of only one gate.
-LOCAL_BYTES_OF_FMA_ELSEWHERE = {
-    ("gru", "fwd"): {}, ("gru", "bwd"): {80: 16, 86: 24, 89: 24, 100: 48, 103: 48, 120: 24},
-    ("lstm", "fwd"): {80: 56, 86: 72, 89: 72, 100: 32, 103: 32, 120: 16}, ("lstm", "bwd"): {86: 96, 89: 96, 120: 56},
-}  # fmt: skip
-# The same bounds with later versions of Triton, where these differ from those on Hopper.
-LOCAL_BYTES_OF_FMA_ELSEWHERE_LATER = {
-    ("gru", "fwd"): {}, ("gru", "bwd"): {}, ("lstm", "fwd"): {100: 392, 103: 400, 120: 376},
-    ("lstm", "bwd"): {86: 280, 89: 280},
-}  # fmt: skip
-# The same bounds of an LSTM's forward pass with reset states, with Triton up to 3.7. The alternative reads its weights
-# from L2 at every step.
-LOCAL_BYTES_OF_FMA_WITH_RESET_STATES = {86: 80, 89: 80, 100: 64, 103: 64, 120: 24}
-LOCAL_BYTES_OF_SIXTEENS_LATER = {80: {"fwd": 56}}
-# The same bounds for the LSTM of 65 to 128 units in TF32, backward: its weights take most registers of a program.
-LOCAL_BYTES_OF_RESIDENT_LSTM_LATER = {100: 56, 103: 56}
-
-
-# Upper bounds of the bytes of local memory per thread of norms, by columns. Tilings that leave room for other programs
-# are faster than tilings with enough registers (H200: LayerNorm of 512 columns, backward, reaches 0.76 of a copy's
-# bandwidth instead of 0.63).
-LOCAL_BYTES = {8192: 128, 16384: 224, 50257: 544}
-LOCAL_BYTES_BESIDE_FLOAT32 = {4096: 128, 16384: 224, 50257: 544}  # with 16-bit rows and float32 weights
-
-
 @every_target
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
@@ -284,12 +262,11 @@ def test_norms_fit_and_spill_within_bounds(target, whole, kind, direction, dtype
     columns = (1, 64, 100, 512, 1000, 1024, 2048, 4096, 8192, 16384, 20001, 32767, 32768, 50257)
     if not whole:  # tilings are nearly the same on all GPUs, and so is the PTX of most targets
         columns = (1, 100, 512, 1024, 4096, 16384, 32767, 50257) if device.capability in (80, 100) else (512, 16384)
-    limits = {tuple(wide.items()): LOCAL_BYTES_BESIDE_FLOAT32}  # equals `alone` if rows are float32
-    limits |= dict.fromkeys((tuple(dtypes.items()), tuple(alone.items())), LOCAL_BYTES)
-    for n, (given, by_columns) in itertools.product(columns, limits.items()):
+    beside = {tuple(wide.items()): " with float32 weights"}  # equals `alone` if rows are float32
+    beside |= dict.fromkeys((tuple(dtypes.items()), tuple(alone.items())), "")
+    for n, (given, weights) in itertools.product(columns, beside.items()):
         launch = norms.Launch(norms.Problem(kind, direction, 2, 4096, n, 1e-6, given), device)
-        limit = next(limit for widest, limit in by_columns.items() if n <= widest)
-        bad += excesses(launch.problem, launch, device, limit)
+        bad += excesses(launch.problem, launch, device, f"norm of {max(4096, power_of_2(n))} columns{weights}")
     assert not bad, "\n".join(bad)
 
 
@@ -483,13 +460,14 @@ def bytes_taken(compile: Callable[[int], Any], function: Any, capability: int) -
     return compiled.metadata.shared, local_bytes(cubin)
 
 
-def excesses(problem: Any, launch: Any, device: Device, limit: int = 0) -> list[str]:
-    """Returns a line per kernel that exceeds the device's shared memory or `limit` bytes of local memory per thread."""
+def excesses(problem: Any, launch: Any, device: Device, kind: str = "") -> list[str]:
+    """Returns a line per kernel that exceeds the device's shared memory, or spills more than `spills.json` says."""
     bad = []
     assert launch.kernels
     for kernel in launch.kernels:
         shared, local = bytes_taken(of_call(kernel), kernel.function, device.capability)
-        if shared > device.shared_memory or local > limit:
+        spilled = spills.exceed(kind or kernel.name, device.capability, local)
+        if shared > device.shared_memory or spilled:
             bad.append(f"{problem} {kernel.function.__name__}: {shared} bytes shared, {local} bytes local")
     return bad
 
@@ -504,40 +482,10 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
         launch = Launch(p, device, c)
         (kernel,) = launch.kernels
         shared, local = bytes_taken(of_call(kernel), kernel.function, device.capability)
-        if not shared <= c.shared_memory(p) <= device.shared_memory or local > most_local_bytes(p, c, device):
+        spilled = spills.exceed(spills.kind_of(p, c), device.capability, local)
+        if not shared <= c.shared_memory(p) <= device.shared_memory or spilled:
             bad.append(f"H={p.hidden} {c}: {shared} of {device.shared_memory} bytes shared, {local} bytes local")
     return bad
-
-
-# The same bounds for cells with a norm, which need more registers than the cell whose tilings they use.
-LOCAL_BYTES_OF_NORMED = {100: 40, 103: 40, 120: 40}
-
-
-def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
-    """Returns the bytes of local memory that a thread may have."""
-    later, capability = support.triton_version() > (3, 7), device.capability
-    if (c.loop, c.block_b) == ("resident", 16):
-        bounds = LOCAL_BYTES_OF_SIXTEENS[capability] | (
-            LOCAL_BYTES_OF_SIXTEENS_LATER.get(capability, {}) if later else {}
-        )
-        return bounds[p.direction]
-    if (c.loop, c.block_h) == ("fma", 128):
-        elsewhere = (LOCAL_BYTES_OF_FMA_ELSEWHERE_LATER if later else LOCAL_BYTES_OF_FMA_ELSEWHERE)[
-            p.tilings, p.direction
-        ]
-        if device.has_wgmma:
-            return LOCAL_BYTES_OF_FMA[p.tilings, p.direction][later]
-        if p.reset_state != "zeros" and (p.tilings, p.direction) == ("lstm", "fwd") and not later:
-            elsewhere = elsewhere | LOCAL_BYTES_OF_FMA_WITH_RESET_STATES
-        return elsewhere.get(capability, LOCAL_BYTES_OF_FMA[p.tilings, p.direction][1] if later else 0)
-    if later and (c.loop, c.block_h, p.tilings, p.direction) == ("resident", 128, "lstm", "bwd"):
-        return LOCAL_BYTES_OF_RESIDENT_LSTM_LATER.get(capability, 0) if p.operand_dtype == "float32" else 0
-    if c.loop == "split_registers" and support.triton_version() < (3, 7):
-        return 8  # backward, an LSTM of more than 512 units
-    of_normed = (capability, c.loop, c.block_b, p.hidden, p.direction, p.operand_dtype) if p.norm_width else None
-    if of_normed == (90, "resident", 8, 128, "bwd", "bfloat16") and p.reset_state != "zeros":
-        return 8  # the kernel also returns gradients of reset states
-    return LOCAL_BYTES_OF_NORMED.get(capability, 0) if p.norm_width else 0
 
 
 def local_bytes(cubin: bytes) -> int:

@@ -4,16 +4,21 @@ import pytest
 
 from benchmarks.problems import make_problem
 from torch_bridge.cells import CELLS
-from torch_bridge.tiling import PROFILES, KernelConfig
+from torch_bridge.tiling import PROFILES
+from torch_bridge.tiling.resident import Resident
+from torch_bridge.tiling.rows import Rows
+from torch_bridge.tiling.split import Split
+from torch_bridge.tiling.split_registers import SplitRegisters
+from torch_bridge.tiling.streamed import Streamed
 
 H100 = PROFILES["h100"]
 LOOPS = {
-    "streamed": (KernelConfig(64, 16, 64, 1, 4, 1), 64),
+    "streamed": (Streamed(64, 16, 4), 64),
     "fma": (None, 64),
-    "resident": (KernelConfig(64, 8, 64, 1, 4, 1, "resident"), 64),
-    "split": (KernelConfig(64, 16, 64, 4, 4, 1, "split"), 256),
-    "split_registers": (KernelConfig(64, 8, 256, 4, 8, 1, "split_registers"), 256),
-    "rows": (KernelConfig(32, 64, 32, 8, 4, 1, "rows"), 256),
+    "resident": (Resident(64, 8), 64),
+    "split": (Split(16, 4, 4), 256),
+    "split_registers": (SplitRegisters(64, 8, 4), 256),
+    "rows": (Rows(64, 8), 256),
 }
 
 

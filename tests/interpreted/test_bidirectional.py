@@ -37,7 +37,8 @@ from tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 from jaxrnn import cells
 from jaxrnn.kernel_vjp import chunks
 from jaxrnn.kernel_vjp import run as kernel_run
-from torch_bridge.tiling import Device, KernelConfig
+from torch_bridge.tiling import Device
+from torch_bridge.tiling.streamed import SharedStreamed, Streamed
 
 
 def pairs(cell, **options):
@@ -253,7 +254,7 @@ def assert_each_model_as_by_itself(problem, device, tiling, place):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    "tiling", [KernelConfig(32, 8, 32, 1, 4, 1), KernelConfig(16, 8, 32, 2, 4, 2)], ids=["one-program", "shared"]
+    "tiling", [Streamed(32, 8, 4), SharedStreamed(16, 8, 32, 2, 4, 2)], ids=["one-program", "shared"]
 )
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @every_cell

@@ -11,7 +11,8 @@ import pytest
 from tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 
 from torch_bridge import cells, rules
-from torch_bridge.tiling import GPUS, PROFILES, Device, KernelConfig, candidates, heuristic, with_residual_dtypes
+from torch_bridge.tiling import GPUS, PROFILES, Device, candidates, heuristic, with_residual_dtypes
+from torch_bridge.tiling.streamed import SharedStreamed, Streamed
 
 CELLS = ("gru", "lstm")
 # The sequences of two models, with two groups each, fill whole tiles and parts of tiles.
@@ -22,18 +23,12 @@ def assert_same(problem, device, tiling, place, tiles):
     """Asserts the same bits for all sizes of tiles, and if few programs process all tiles in turn."""
     few = dataclasses.replace(device, multiprocessors=tiling.splits)
     first, *others = [
-        outputs(problem, d, with_tiles_of(block_b, tiling), place)
+        outputs(problem, d, dataclasses.replace(tiling, block_b=block_b), place)
         for block_b, d in itertools.product(tiles, (device, few) if tiling.splits > 1 else (device,))
     ]
     for other in others:
         for name, x in first.items():
             np.testing.assert_array_equal(other[name], x, err_msg=name)
-
-
-def with_tiles_of(block_b, tiling):
-    """Returns the tiling with `block_b` sequences per tile; in rows kernels, each warp has 16 of them."""
-    warps = block_b // 16 if tiling.loop == "rows" else tiling.num_warps
-    return dataclasses.replace(tiling, block_b=block_b, num_warps=warps)
 
 
 def multiply(a, b, dtype):
@@ -47,7 +42,7 @@ def multiply(a, b, dtype):
 @pytest.mark.quick("direction")
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    "tiling", [KernelConfig(64, 8, 64, 1, 4, 1), KernelConfig(16, 8, 32, 3, 4, 2)], ids=["one-program", "shared"]
+    "tiling", [Streamed(64, 8, 4), SharedStreamed(16, 8, 32, 3, 4, 2)], ids=["one-program", "shared"]
 )
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cell", cells.CELLS)
@@ -84,7 +79,7 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
     for hidden in widths:
         problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
         fitted = for_width(tiling, hidden)
-        sizes = [b for b in tiles if fits(problem, device, with_tiles_of(b, fitted))]
+        sizes = [b for b in tiles if fits(problem, device, dataclasses.replace(fitted, block_b=b))]
         if len(sizes) > 1:
             assert_same(problem, device, fitted, "cuda", sizes)
 

@@ -72,7 +72,7 @@ def _run(
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in tensors.items())
     ordinal = op_common.launch_ordinal(place)
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, norm_width, ordinal)
-    if launch.config.loop == "streamed":  # Gluon kernels prepare weights on load
+    if not launch.config.prepares_weights:
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = weights_for_tensor_cores(tensors[weights], precision)
     op_common.run(launch, tensors, ordinal)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from torch_bridge import rules
 from torch_bridge.cells import CELLS
-from torch_bridge.tiling import split_registers, streamed
-from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
-from torch_bridge.tiling.fma import MAX_PER_SM_IN_TF32, fma_configs
+from torch_bridge.tiling.fma import MAX_PER_SM_IN_TF32, Fma, fma_configs
 from torch_bridge.tiling.problem import Problem, UnsupportedError, product_kind
-from torch_bridge.tiling.resident import resident_configs
-from torch_bridge.tiling.rows import rows_configs
-from torch_bridge.tiling.split import split_configs
-from torch_bridge.tiling.split_registers import split_registers_configs
-from torch_bridge.tiling.streamed import max_hidden, shared_configs, single_program_configs
+from torch_bridge.tiling.resident import Resident, resident_configs
+from torch_bridge.tiling.rows import Rows, rows_configs
+from torch_bridge.tiling.split import Split, split_configs
+from torch_bridge.tiling.split_registers import SplitRegisters, split_registers_configs
+from torch_bridge.tiling.streamed import SharedStreamed, Streamed, max_hidden, shared_configs, single_program_configs
 from torch_bridge.tiling.support import FLOAT32_WIDTH
+
+KernelConfig = Streamed | SharedStreamed | Resident | Fma | Split | SplitRegisters | Rows
 
 
 @functools.lru_cache(maxsize=4096)
@@ -47,12 +48,17 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     # Kernels that run few sequences at once are an exception if there are many sequences.
     fast, slow = registers, []
     if registers and shared:
-        most = streamed.estimated_us(problem, _by_cost(shared)[0], device)
-        fast = [way for way in registers if split_registers.estimated_us(problem, way[1], device) <= most]
+        most = min(shared, key=lambda way: way[0])[1].estimated_us(problem, device)
+        fast = [way for way in registers if way[1].estimated_us(problem, device) <= most]
         slow = [way for way in registers if way not in fast]
-    kept = resident + single_program_configs(problem, device) + _by_cost(split + rows + fast)
-    read = _by_cost(shared + [way for way in few if way[0]])
-    found = [config for cost, config in few if not cost] + kept + read + _by_cost(slow)
+    found = [
+        *(config for cost, config in few if not cost),
+        *resident,
+        *single_program_configs(problem, device),
+        *_by_cost([*split, *rows, *fast]),
+        *_by_cost([*shared, *(way for way in few if way[0])]),
+        *_by_cost(slow),
+    ]
     if not found:
         raise UnsupportedError(
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "
@@ -61,7 +67,7 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     return found
 
 
-def _by_cost(ways: list[tuple[float, KernelConfig]]) -> list[KernelConfig]:
+def _by_cost(ways: Sequence[tuple[float, KernelConfig]]) -> list[KernelConfig]:
     return [config for _, config in sorted(ways, key=lambda way: way[0])]
 
 
@@ -79,7 +85,7 @@ def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
     """
     dtypes = dict(problem.dtypes)
     has_arrays = "local_grads" in dtypes and not problem.has_packed_residuals  # residuals are not stored as words
-    if product_kind(problem) != "tf32" or not has_arrays or heuristic(problem, device).loop == "fma":
+    if product_kind(problem) != "tf32" or not has_arrays or heuristic(problem, device).in_float32:
         return problem
     saved = [name for name, _ in CELLS[problem.cell].residuals if name in dtypes]
     dtypes |= {name: "float16" for name in saved if rules.residual_fits_float16(name, "float32", "tf32")}

@@ -1,11 +1,13 @@
-"""A tiling: how the programs of a launch divide a problem, and the memory that they need."""
+"""What the tilings of all families have in common: how the programs of a launch divide a problem.
+
+A family of time loops has a frozen dataclass beside its costs. The fields are the numbers in which its tilings differ;
+a number that is the same for all of them, or follows from a field, is an attribute of the class or a property.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem
@@ -14,24 +16,36 @@ from torch_bridge.tiling.problem import Problem
 # "resident", "fma" and "split_registers" run on compute capability 8.0 and newer; "split" and "rows" use wgmma, which
 # only capability 9.0 has.
 Loop = Literal["streamed", "resident", "fma", "split", "split_registers", "rows"]
+# `(name, length, dtype, zeroed)` of an array through which programs that share a tile exchange data. An array that is
+# `zeroed` must contain zeros when the launch starts.
+Workspace = tuple[str, int, str, bool]
 
 
-@dataclass(frozen=True)
-class KernelConfig:
-    """A tiling. With `splits == 1`, a program keeps the weights of all units on chip.
+class Tiling:
+    """A tiling of any family.
 
-    Otherwise `splits` programs share the units. `shared_gates` is the number of gates whose weights the "fma" kernels
-    keep in shared memory instead of registers.
+    A program has `block_h` units of `block_b` sequences, and sums products over `block_k` units at a time. `splits`
+    programs share the units of a tile.
+
+    Attributes:
+      loop: the family.
+      prepares_weights: whether the kernels round the weights that they load; the others take rounded ones.
+      in_float32: whether the kernels multiply in full float32 where TF32 is allowed, too.
+      shared_gates: number of gates whose weights are in shared memory instead of registers.
     """
 
-    block_h: int
+    loop: ClassVar[Loop]
+    prepares_weights: ClassVar[bool] = True
+    in_float32: ClassVar[bool] = False
+    shared_gates = 0
+
     block_b: int
-    block_k: int
     splits: int
-    num_warps: int
-    num_stages: int
-    loop: Loop = "streamed"
-    shared_gates: int = 0
+
+    def _asdict(self) -> dict[str, int]:
+        """Returns all numbers by name, also those that are no fields; explanations list them like a named tuple's."""
+        names = ("block_h", "block_b", "block_k", "splits", "num_warps", "num_stages", "shared_gates")
+        return {name: getattr(self, name) for name in names}
 
     def tiles(self, problem: Problem) -> int:
         """Returns the number of batch tiles per model."""
@@ -39,69 +53,57 @@ class KernelConfig:
 
     def workers(self, problem: Problem, device: Device) -> int:
         """Returns the number of workers: groups of `splits` programs that process their tiles one after the other."""
-        items = problem.models * self.tiles(problem)
-        return items if self.splits == 1 else max(1, min(items, device.multiprocessors // self.splits))
+        return problem.models * self.tiles(problem)
 
     def rounds(self, problem: Problem, device: Device) -> int:
         """Returns the largest number of tiles that one worker processes."""
         return cdiv(problem.models * self.tiles(problem), self.workers(problem, device))
 
-    def workspaces(self, problem: Problem, device: Device) -> list[tuple[str, int, str, bool]]:
-        """Returns `(name, length, dtype, zeroed)` of the arrays through which programs that share a tile exchange data.
-
-        Arrays that are `zeroed` must contain zeros when the launch starts.
-        """
-        if self.splits == 1:
-            return []
-        forward, gates, workers = problem.direction == "fwd", CELLS[problem.cell].gates, self.workers(problem, device)
-        if self.loop in ("split", "split_registers"):
-            # two buffers; forward, each pair of elements is a word and the word's number; backward, each program sends
-            # a word per element to each program
-            words = 2 * self.block_h * self.block_b * self.splits * workers
-            found = [("exchange", words if forward else words * self.splits, "int32", True)]
-            if problem.norm_width and not forward:  # each program sends a sum per sequence, which is for all programs
-                found.append(("sums", words // self.block_h, "int32", True))
-            return found
-        if self.loop == "rows":
-            width = self.splits * self.block_h * (1 if forward else gates)
-            scaled = problem.operand_dtype == "float32"
-            exchange = 2 * workers * self.block_b * width, "float16" if scaled else problem.operand_dtype, False
-            bounds = [("bounds", 2 * workers * self.block_b * 32, "float32", False)] if scaled and not forward else []
-            products = [] if forward else [("products", 4 * workers * self.splits * self.block_b * 32, "int32", True)]
-            flags = "barrier", workers * self.num_warps * 32, "int32", True
-            return [("exchange", *exchange), *bounds, *products, flags]
-        width = problem.hidden * (1 if forward else gates)
-        exchange = 2 * problem.groups * problem.batch * width, problem.operand_dtype, False
-        sums = []
-        if problem.norm_width:
-            parts = (2 if forward and CELLS[problem.cell].norm == "layer" else 1) * self.splits
-            sums = [("sums", 2 * problem.groups * problem.batch * parts, "float32", False)]
-        return [("exchange", *exchange), *sums, *([] if device.interpreted else [("barrier", workers, "int32", True)])]
+    def workspaces(self, problem: Problem, device: Device) -> list[Workspace]:
+        """Returns the arrays through which programs that share a tile exchange data."""
+        return []
 
     def shared_memory(self, problem: Problem) -> int:
         """Returns an upper bound, in bytes, on a program's shared memory: close to measured use, checked by a test."""
-        gates, wide = CELLS[problem.cell].gates, problem.operand_dtype == "float32"
-        size = 4 if wide else 2
-        if self.loop == "split":
-            operands = self.splits if problem.direction == "fwd" else gates
-            return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
-        if self.loop == "split_registers":
-            # the weights of a gate on their way to registers; then the state, and the products of each group of warps
-            state = (2 * self.block_k + 512 * gates) * self.block_b
-            return max(2 * self.block_h * self.block_k, state if problem.direction == "fwd" else 0) + 1024
-        if self.loop == "rows":
-            return 2 * gates * self.block_h * self.block_h * self.splits + 1024
-        if self.loop == "fma":
-            operands = 1 if problem.direction == "fwd" else gates
-            sums = 4 * self.num_warps if problem.norm_width else 0
-            return 8 * self.block_h * operands + self.shared_gates * 4 * self.block_h**2 + sums
-        if self.loop == "resident":
-            # weights on their way to registers; operands of two steps, and by warp their bounds and the sums of a norm
-            operands = 1 if problem.direction == "fwd" else gates
-            return 2 * self.block_h**2 + 4 * operands * self.block_h * max(self.block_b, 8) + 192 * self.num_warps + 512
-        if self.splits == 1:
-            copies = 2 if problem.precision == "tf32x3" else 1
-            return copies * gates * self.block_h * self.block_h * size + 16 * self.block_h * self.block_b
-        rows = gates * self.block_h if problem.direction == "fwd" else self.block_h
-        stage = (rows + self.block_b) * self.block_k * size
-        return self.num_stages * stage + (8 if wide else 20) * self.block_h * self.block_b
+        raise NotImplementedError
+
+
+class OneProgram(Tiling):
+    """A tiling whose programs keep the weights of all units on chip."""
+
+    block_h: int
+    splits = 1
+    num_stages = 1
+
+    @property
+    def block_k(self) -> int:
+        """All units: no product is divided."""
+        return self.block_h
+
+
+class SharedUnits(Tiling):
+    """A tiling whose programs share the units, and wait for one another at every step."""
+
+    def workers(self, problem: Problem, device: Device) -> int:
+        """Returns the number of workers of which all programs run at once, at most one a tile."""
+        return max(1, min(problem.models * self.tiles(problem), device.multiprocessors // self.splits))
+
+
+class ExchangesWords(SharedUnits):
+    """A tiling of the "split" or "split_registers" kernels, whose programs send words to one another."""
+
+    block_h: int
+    num_stages = 1
+
+    def workspaces(self, problem: Problem, device: Device) -> list[Workspace]:
+        """Returns two buffers of words, and the sums of a norm.
+
+        Forward, each pair of elements is a word and the word's number. Backward, each program sends a word per element
+        to each program.
+        """
+        forward = problem.direction == "fwd"
+        words = 2 * self.block_h * self.block_b * self.splits * self.workers(problem, device)
+        found = [("exchange", words if forward else words * self.splits, "int32", True)]
+        if problem.norm_width and not forward:  # each program sends a sum per sequence, which is for all programs
+            found.append(("sums", words // self.block_h, "int32", True))
+        return found

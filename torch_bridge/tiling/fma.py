@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 
 from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import power_of_2
-from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.config import OneProgram
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 from torch_bridge.tiling.support import FLOAT32_WIDTH
@@ -29,6 +30,29 @@ START_US = 8.0
 MIN_STEPS = {32: 12, 64: 16, 128: 16}
 
 
+@dataclass(frozen=True)
+class Fma(OneProgram):
+    """A tiling of the "fma" kernels; `shared_gates` is the number of gates whose weights are in shared memory."""
+
+    block_h: int
+    shared_gates: int = 0
+
+    loop = "fma"
+    in_float32 = True
+    block_b = 1
+
+    @property
+    def num_warps(self) -> int:
+        """The more, the more weights there are to hold in registers."""
+        return {64: 4, 128: 8}.get(self.block_h, 1)
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Returns the bytes of the operands of two steps, the weights of `shared_gates` and the sums of a norm."""
+        operands = 1 if problem.direction == "fwd" else CELLS[problem.cell].gates
+        sums = 4 * self.num_warps if problem.norm_width else 0
+        return 8 * self.block_h * operands + self.shared_gates * 4 * self.block_h**2 + sums
+
+
 def max_sequences_per_sm(problem: Problem, block: int) -> float:
     """Returns up to how many sequences per SM one program per sequence is faster than tiles on the tensor cores."""
     most = math.inf if problem.operand_dtype == "float32" else MAX_PER_SM_IN_16_BITS
@@ -46,7 +70,7 @@ def max_sequences_per_sm(problem: Problem, block: int) -> float:
     return most
 
 
-def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+def fma_configs(problem: Problem, device: Device) -> list[tuple[float, Fma]]:
     """Returns the tiling of the "fma" kernels with its cost, if they support a problem.
 
     The cost is 0 if the tiling is the fastest, infinity if it is the slowest, or else microseconds per step of all
@@ -70,8 +94,7 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
     if not covered or not device.runs_gluon:
         return []
     block = max(16, power_of_2(problem.hidden))
-    warps = {64: 4, 128: 8}.get(block, 1)
-    config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, loop="fma")
+    config = Fma(block)
     if problem.tilings == "lstm" and block == 128:
         # registers hold the weights of three gates of 128 units; backward, only two gates in registers are faster if
         # shared memory has room for the other two

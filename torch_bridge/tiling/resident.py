@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
-from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.config import OneProgram
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 from torch_bridge.tiling.support import has_16_bit_kernels, triton_version
@@ -16,7 +18,30 @@ from torch_bridge.tiling.support import has_16_bit_kernels, triton_version
 TILE16_COST_RATIO = 1.75
 
 
-def resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
+@dataclass(frozen=True)
+class Resident(OneProgram):
+    """A tiling of the "resident" kernels, which has 64 or 128 units."""
+
+    block_h: int
+    block_b: int
+
+    loop = "resident"
+
+    @property
+    def num_warps(self) -> int:
+        """One for each row of 16 units of a product."""
+        return self.block_h // 16
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Returns an upper bound, in bytes.
+
+        It has weights on their way to registers, operands of two steps and, by warp, their bounds and sums of a norm.
+        """
+        operands = 1 if problem.direction == "fwd" else CELLS[problem.cell].gates
+        return 2 * self.block_h**2 + 4 * operands * self.block_h * max(self.block_b, 8) + 192 * self.num_warps + 512
+
+
+def resident_configs(problem: Problem, device: Device) -> list[Resident]:
     """Returns the tilings of the "resident" kernels if they support a problem: the fastest first, the others by size.
 
     Products have at least 8 columns, so smaller tiles waste a part of each, but loads and stores are the bottleneck. On
@@ -27,10 +52,7 @@ def resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     if not 32 < problem.hidden <= 128 or not (device.runs_gluon and has_16_bit_kernels(problem)):
         return []
     block = 64 if problem.hidden <= 64 else 128
-    tilings = [
-        KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, loop="resident")
-        for block_b in (1, 2, 4, 8)
-    ]
+    tilings = [Resident(block, block_b) for block_b in (1, 2, 4, 8)]
     if _spills_at_batch_tile_8(problem, device):
         tilings.pop()
     one_round = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)

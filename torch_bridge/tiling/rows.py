@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
-from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.config import SharedUnits, Workspace
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem
 from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_wgmma_kernels, triton_version
 
-# By kernel: sequences per tile, warps, and microseconds per step of a tile, fixed and per program that shares the
+# By kernel: sequences per tile, and microseconds per step of a tile, fixed and per program that shares the
 # units. The number of programs that share the units is a multiple of four. Estimated from 60 timings on an H200 with B
 # from 8 to 1024 and H from 256 to 1024.
 COST = {
-    ("gru", "fwd"): ((64, 4, 3.7, 0.09), (128, 8, 3.5, 0.23)),
-    ("gru", "bwd"): ((64, 4, 4.4, 0.13), (128, 8, 5.0, 0.285)),
-    ("lstm", "fwd"): ((64, 4, 4.3, 0.13), (128, 8, 3.8, 0.39)),
-    ("lstm", "bwd"): ((64, 4, 4.9, 0.13), (128, 8, 4.5, 0.5)),
+    ("gru", "fwd"): ((64, 3.7, 0.09), (128, 3.5, 0.23)),
+    ("gru", "bwd"): ((64, 4.4, 0.13), (128, 5.0, 0.285)),
+    ("lstm", "fwd"): ((64, 4.3, 0.13), (128, 3.8, 0.39)),
+    ("lstm", "bwd"): ((64, 4.9, 0.13), (128, 4.5, 0.5)),
 }
 
 
-def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+@dataclass(frozen=True)
+class Rows(SharedUnits):
+    """A tiling of the "rows" kernels."""
+
+    block_b: int
+    splits: int
+
+    loop = "rows"
+    block_h = block_k = 32
+    num_stages = 1
+
+    @property
+    def num_warps(self) -> int:
+        """One for each row of 16 sequences of a product."""
+        return self.block_b // 16
+
+    def workspaces(self, problem: Problem, device: Device) -> list[Workspace]:
+        """Returns two buffers of states or gate gradients; backward, their bounds, and words of products; and flags."""
+        forward, workers = problem.direction == "fwd", self.workers(problem, device)
+        width = self.splits * self.block_h * (1 if forward else CELLS[problem.cell].gates)
+        scaled = problem.operand_dtype == "float32"
+        exchange = 2 * workers * self.block_b * width, "float16" if scaled else problem.operand_dtype, False
+        bounds = [("bounds", 2 * workers * self.block_b * 32, "float32", False)] if scaled and not forward else []
+        products = [] if forward else [("products", 4 * workers * self.splits * self.block_b * 32, "int32", True)]
+        flags = "barrier", workers * self.num_warps * 32, "int32", True
+        return [("exchange", *exchange), *bounds, *products, flags]
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Returns an upper bound on the bytes of the weights."""
+        return 2 * CELLS[problem.cell].gates * self.block_h * self.block_h * self.splits + 1024
+
+
+def rows_configs(problem: Problem, device: Device) -> list[tuple[float, Rows]]:
     """Returns the tilings of the "rows" kernels, each with its cost in microseconds per step of all tiles.
 
     These kernels are for states that are too wide for the "split" kernels, and for many sequences.
@@ -40,11 +75,11 @@ def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
         and not problem.has_only_common_arrays
     ):
         return []  # the kernel spills
-    ways: list[tuple[float, KernelConfig]] = []
-    for block_b, num_warps, fixed, per_split in COST[problem.tilings, problem.direction]:
+    ways: list[tuple[float, Rows]] = []
+    for block_b, fixed, per_split in COST[problem.tilings, problem.direction]:
         if _spills(problem, block_b, splits):
             continue
-        config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, loop="rows")
+        config = Rows(block_b, splits)
         if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
     return ways

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from torch_bridge.cells import CELLS
-from torch_bridge.tiling import split_registers, streamed
 from torch_bridge.tiling.candidates import heuristic
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, cost_key, product_kind
+from torch_bridge.tiling.split_registers import SplitRegisters
+from torch_bridge.tiling.streamed import SharedStreamed
 
 # Costs of a step of all sequences in `jaxrnn._bridge.scan_launch`, by cell, kind of product and direction. With H units
 # and N sequences over all models, the five costs are in microseconds:
@@ -46,10 +47,9 @@ def prefers_scan(problem: Problem, device: Device) -> bool:
     both and checks the decision.
     """
     config = heuristic(problem, device)
-    if device.interpreted or config.splits == 1 or config.loop not in ("streamed", "split_registers"):
+    if device.interpreted or not isinstance(config, SharedStreamed | SplitRegisters):
         return False
-    of_loop = streamed if config.loop == "streamed" else split_registers
-    return SCAN_MARGIN * _scan_us(problem) < of_loop.estimated_us(problem, config, device)
+    return SCAN_MARGIN * _scan_us(problem) < config.estimated_us(problem, device)
 
 
 def _scan_us(problem: Problem) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
-from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.config import ExchangesWords
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem
 from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_wgmma_kernels
@@ -19,7 +22,25 @@ COST = {
 }
 
 
-def split_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+@dataclass(frozen=True)
+class Split(ExchangesWords):
+    """A tiling of the "split" kernels."""
+
+    block_b: int
+    splits: int
+    num_warps: int
+
+    loop = "split"
+    block_h = block_k = 64
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Returns an upper bound on the bytes of the weights and operands."""
+        gates = CELLS[problem.cell].gates
+        operands = self.splits if problem.direction == "fwd" else gates
+        return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
+
+
+def split_configs(problem: Problem, device: Device) -> list[tuple[float, Split]]:
     """Returns the tilings of the "split" kernels, each with its cost.
 
     The programs share the units and keep all weights on chip. The cost is in microseconds per step of all tiles.
@@ -29,12 +50,12 @@ def split_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
     splits = cdiv(problem.hidden, 64)
     if problem.steps < MIN_STEPS_ON_CHIP or not 1 < splits <= device.multiprocessors:
         return []
-    ways: list[tuple[float, KernelConfig]] = []
+    ways: list[tuple[float, Split]] = []
     tiles: tuple[tuple[int, int, float, float], ...] = COST[problem.tilings, problem.direction]
     if problem.tilings == "lstm" and dict(problem.dtypes).keys() & {"dcs", "dreset_h"}:
         tiles = tiles[:1]  # with these additional gradients, Triton 3.9 spills in the larger ones
     for block_b, num_warps, fixed, per_split in tiles:
-        config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, loop="split")
+        config = Split(block_b, splits, num_warps)
         if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
     return ways

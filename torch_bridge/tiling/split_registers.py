@@ -5,8 +5,11 @@ A program keeps the weights of its units in registers, as operands of mma.sync.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
-from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.config import ExchangesWords
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels
@@ -27,7 +30,45 @@ STEP_COST = {
 START_US = 20.0
 
 
-def split_registers_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+@dataclass(frozen=True)
+class SplitRegisters(ExchangesWords):
+    """A tiling of the "split_registers" kernels."""
+
+    block_h: int
+    block_b: int
+    splits: int
+
+    loop = "split_registers"
+    num_warps = 8
+
+    @property
+    def block_k(self) -> int:
+        """All units that a program has weights for."""
+        return WIDEST[self.block_h]
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Returns the bytes of a gate's weights on their way to registers, or of what the steps need, if more.
+
+        These need the state, and the products of each group of warps.
+        """
+        state = (2 * self.block_k + 512 * CELLS[problem.cell].gates) * self.block_b
+        return max(2 * self.block_h * self.block_k, state if problem.direction == "fwd" else 0) + 1024
+
+    def estimated_us(self, problem: Problem, device: Device) -> float:
+        """Estimates the microseconds per step of all sequences, with a share of the time to load the weights."""
+        rounds = self.rounds(problem, device)
+        loads = min(rounds, problem.models)  # a program loads the weights of a model once
+        return rounds * self.tile_us(problem, device) + loads * START_US / problem.steps
+
+    def tile_us(self, problem: Problem, device: Device) -> float:
+        """Estimates the microseconds per step of one tile."""
+        fixed, per_program, per_megabyte, per_state = STEP_COST[problem.tilings, problem.direction][self.block_b]
+        states = self.workers(problem, device) * self.block_b * self.splits * self.block_h
+        exchanged = 4 * self.splits * states  # bytes: for each of its states, a program gets a word from every program
+        return fixed + per_program * self.splits + per_megabyte * exchanged / 1e6 + per_state * states / 1e5
+
+
+def split_registers_configs(problem: Problem, device: Device) -> list[tuple[float, SplitRegisters]]:
     """Returns the tilings of the "split_registers" kernels, each with its cost.
 
     The cost is in microseconds per step of all tiles. Like that of the "split" and "rows" kernels, with which it is
@@ -42,29 +83,9 @@ def split_registers_configs(problem: Problem, device: Device) -> list[tuple[floa
     splits = cdiv(problem.hidden, 64) * (64 // units)  # whole blocks of 64 units, as words are laid out
     if splits > device.multiprocessors:
         return []
-    ways: list[tuple[float, KernelConfig]] = []
-    for block_b in (8, 16) if _fits_batch_tile_16(problem, device) else (8,):
-        config = KernelConfig(
-            block_h=units, block_b=block_b, block_k=WIDEST[units], splits=splits, num_warps=8, num_stages=1,
-            loop="split_registers",
-        )  # fmt: skip
-        ways.append((config.rounds(problem, device) * _tile_us(problem, config, device), config))
-    return ways
-
-
-def estimated_us(problem: Problem, config: KernelConfig, device: Device) -> float:
-    """Estimates the microseconds per step of all sequences, which include a share of the time to load the weights."""
-    rounds = config.rounds(problem, device)
-    loads = min(rounds, problem.models)  # a program loads the weights of a model once
-    return rounds * _tile_us(problem, config, device) + loads * START_US / problem.steps
-
-
-def _tile_us(problem: Problem, config: KernelConfig, device: Device) -> float:
-    """Estimates the microseconds per step of one tile."""
-    fixed, per_program, per_megabyte, per_state = STEP_COST[problem.tilings, problem.direction][config.block_b]
-    states = config.workers(problem, device) * config.block_b * config.splits * config.block_h
-    exchanged = 4 * config.splits * states  # bytes: for each of its states, a program gets a word from every program
-    return fixed + per_program * config.splits + per_megabyte * exchanged / 1e6 + per_state * states / 1e5
+    tiles = (8, 16) if _fits_batch_tile_16(problem, device) else (8,)
+    configs = [SplitRegisters(units, block_b, splits) for block_b in tiles]
+    return [(config.rounds(problem, device) * config.tile_us(problem, device), config) for config in configs]
 
 
 def _spills(problem: Problem, units: int) -> bool:

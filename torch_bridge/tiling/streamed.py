@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv, power_of_2
-from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.config import OneProgram, SharedUnits, Workspace
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, cost_key, product_kind
 
@@ -122,12 +123,92 @@ HOPPER_STREAMED_STEP_COST = {
 }
 
 
+@dataclass(frozen=True)
+class Streamed(OneProgram):
+    """A tiling of the "streamed" loop whose programs have all units."""
+
+    block_h: int
+    block_b: int
+    num_warps: int
+
+    loop = "streamed"
+    prepares_weights = False
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Returns an upper bound on the bytes of the weights and of a tile's states."""
+        copies = 2 if problem.precision == "tf32x3" else 1
+        weights = CELLS[problem.cell].gates * self.block_h * self.block_h * _operand_size(problem)
+        return copies * weights + 16 * self.block_h * self.block_b
+
+
+@dataclass(frozen=True)
+class SharedStreamed(SharedUnits):
+    """A tiling of the "streamed" loop whose programs share the units and read the weights at every step."""
+
+    block_h: int
+    block_b: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    loop = "streamed"
+    prepares_weights = False
+
+    def workspaces(self, problem: Problem, device: Device) -> list[Workspace]:
+        """Returns two buffers of states or gate gradients, those of the sums of a norm, and counters of barriers.
+
+        The interpreter runs the programs of a step one after the other, and needs no barrier.
+        """
+        forward, cell = problem.direction == "fwd", CELLS[problem.cell]
+        rows = 2 * problem.groups * problem.batch
+        exchange = rows * problem.hidden * (1 if forward else cell.gates)
+        found = [("exchange", exchange, problem.operand_dtype, False)]
+        if problem.norm_width:
+            parts = (2 if forward and cell.norm == "layer" else 1) * self.splits
+            found.append(("sums", rows * parts, "float32", False))
+        if not device.interpreted:
+            found.append(("barrier", self.workers(problem, device), "int32", True))
+        return found
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Returns an upper bound on the bytes of the pipeline stages and of a tile's states."""
+        size = _operand_size(problem)
+        rows = CELLS[problem.cell].gates * self.block_h if problem.direction == "fwd" else self.block_h
+        stage = (rows + self.block_b) * self.block_k * size
+        return self.num_stages * stage + (8 if size == 4 else 20) * self.block_h * self.block_b
+
+    def estimated_us(self, problem: Problem, device: Device) -> float:
+        """Estimates the microseconds per step of all sequences."""
+        key = cost_key(problem)
+        rounds = self.rounds(problem, device)  # most tiles that one group of programs runs, one after the other
+        costs = HOPPER_STREAMED_STEP_COST if device.has_wgmma else STREAMED_STEP_COST
+        if key not in costs:
+            return rounds * self.tile_cost(problem, STEP_COST[product_kind(problem), problem.direction])
+        *per_tile, per_program, per_state = costs[key]
+        us_per_tile = self.tile_cost(problem, tuple(per_tile)) + per_program * self.splits / 100
+        return rounds * us_per_tile + per_state * problem.models * problem.sequences * problem.hidden / 1e5
+
+    def tile_cost(self, problem: Problem, cost: tuple[float, ...]) -> float:
+        """Returns the microseconds per step of one tile, where `cost` has the format of the entries of `STEP_COST`."""
+        fixed, per_state, per_weight, per_product = cost
+        gates, row = CELLS[problem.cell].gates, problem.hidden * _operand_size(problem) / 1e5
+        state = self.block_b * row * (1 if problem.direction == "fwd" else gates)
+        products = gates * self.block_h * self.block_b * problem.hidden / 1e6
+        return fixed + per_state * state + per_weight * gates * self.block_h * row + per_product * products
+
+
+def _operand_size(problem: Problem) -> int:
+    """Returns the bytes of an element of the matmul operands."""
+    return 4 if problem.operand_dtype == "float32" else 2
+
+
 def max_hidden(device: Device) -> int:
     """Returns the largest hidden size that has a tiling."""
     return WIDEST_TILING[0] * device.multiprocessors
 
 
-def single_program_configs(problem: Problem, device: Device) -> list[KernelConfig]:
+def single_program_configs(problem: Problem, device: Device) -> list[Streamed]:
     """Returns the streamed tilings with one program per tile, the fastest first, if a program can hold all weights.
 
     The latency of a step is the bottleneck, so tiles are small while all of them run at once. On an H200, a step of a
@@ -143,8 +224,7 @@ def single_program_configs(problem: Problem, device: Device) -> list[KernelConfi
     warps = by_block.get(block, ())[0 if even else 1 :]
     if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.is_unaligned):
         return []  # the second case spills
-    small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
-    large = dataclasses.replace(small, block_b=16, num_warps=8)
+    small, large = Streamed(block, 8, warps[0]), Streamed(block, 16, 8)
     if small.shared_memory(problem) > device.shared_memory:
         return []
     side_by_side = device.multiprocessors * (device.shared_memory // small.shared_memory(problem))
@@ -155,13 +235,13 @@ def single_program_configs(problem: Problem, device: Device) -> list[KernelConfi
     return [large, small] if problem.models * small.tiles(problem) > side_by_side else [small, large]
 
 
-def shared_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+def shared_configs(problem: Problem, device: Device) -> list[tuple[float, SharedStreamed]]:
     """Returns the streamed tilings whose programs share the units, each with its cost.
 
     The programs read the weights from L2 at every step. The cost is in microseconds per step of all tiles.
     """
     kind = product_kind(problem)
-    ways: list[tuple[float, KernelConfig]] = []
+    ways: list[tuple[float, SharedStreamed]] = []
     key = cost_key(problem)
     tilings = UNALIGNED_TILINGS[: UNALIGNED_COUNTS.get(key)] if problem.is_unaligned else TILINGS[key]
     partly_filled = PARTIAL_BLOCK_TILINGS.get(key, {})
@@ -177,32 +257,11 @@ def shared_configs(problem: Problem, device: Device) -> list[tuple[float, Kernel
         splits = cdiv(problem.hidden, block_h)
         if not 1 < splits <= device.multiprocessors:
             continue
-        config = KernelConfig(block_h, block_b, block_k, splits, num_warps, num_stages)
+        config = SharedStreamed(block_h, block_b, block_k, splits, num_warps, num_stages)
         while config.shared_memory(problem) > device.shared_memory and config.num_stages > 2:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
         if config.shared_memory(problem) > device.shared_memory:
             continue
-        step = tile_cost(problem, config, STEP_COST[kind, problem.direction])
+        step = config.tile_cost(problem, STEP_COST[kind, problem.direction])
         ways.append((config.rounds(problem, device) * step, config))
     return ways
-
-
-def tile_cost(problem: Problem, config: KernelConfig, cost: tuple[float, ...]) -> float:
-    """Returns the microseconds per step of one tile, where `cost` has the format of the entries of `STEP_COST`."""
-    fixed, per_state, per_weight, per_product = cost
-    gates, row = CELLS[problem.cell].gates, problem.hidden * (2 if product_kind(problem) == "16-bit" else 4) / 1e5
-    state = config.block_b * row * (1 if problem.direction == "fwd" else gates)
-    products = gates * config.block_h * config.block_b * problem.hidden / 1e6
-    return fixed + per_state * state + per_weight * gates * config.block_h * row + per_product * products
-
-
-def estimated_us(problem: Problem, config: KernelConfig, device: Device) -> float:
-    """Estimates the microseconds per step of all sequences in the streamed loop whose programs share the units."""
-    key = cost_key(problem)
-    rounds = config.rounds(problem, device)  # most tiles that one group of programs runs, one after the other
-    costs = HOPPER_STREAMED_STEP_COST if device.has_wgmma else STREAMED_STEP_COST
-    if key not in costs:
-        return rounds * tile_cost(problem, config, STEP_COST[product_kind(problem), problem.direction])
-    *per_tile, per_program, per_state = costs[key]
-    us_per_tile = tile_cost(problem, config, tuple(per_tile)) + per_program * config.splits / 100
-    return rounds * us_per_tile + per_state * problem.models * problem.sequences * problem.hidden / 1e5
