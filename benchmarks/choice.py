@@ -240,7 +240,7 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
     label, count = str(one.problem), passes(one.problem)
     rows = {name: Row(label, name, ours=DEFAULT) for name in (DEFAULT, *IMPLEMENTATIONS)}
     for name, error in one.failures.items():
-        rows[name] = harness.failed(rows[name], error)
+        rows[name] = rows[name].failed(error)
     limit = 2 * oracle.tolerance(one.problem.cell, "bf16" if one.problem.dtype == "bf16" else "tf32")
     want, clocks = None, {}
     for name in sorted(one.programs, key=lambda name: name != "xla"):
@@ -251,7 +251,7 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
             elif want is not None:
                 rows[name] = _compared(rows[name], program(), want, limit)
         except Exception as error:  # too little memory, for example
-            rows[name] = harness.failed(rows[name], error)
+            rows[name] = rows[name].failed(error)
         if rows[name].status not in ("failed", "wrong"):
             clocks[name] = timing.jax_clock(program, program, count)
     del want

@@ -20,6 +20,11 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from benchmarks import cases, oracle, providers
+from benchmarks.results import Row, first_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -110,12 +115,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--as", dest="profile", default="")
     options = parser.parse_args(arguments)
 
-    import jax
-
-    from benchmarks import cases, harness, providers
-    from benchmarks.oracle import Oracle
-    from benchmarks.results import Row
-
     if options.profile:
         from torch_bridge import gpu, tiling
 
@@ -144,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     faulthandler.cancel_dump_traceback_later()
     if not options.check:
         return
-    checked = harness.check(chosen, harness.Ready(lambda: result, built.canonical), Oracle(case, inputs.jax))
+    checked = oracle.check(chosen, providers.Ready(lambda: result, built.canonical), oracle.Oracle(case, inputs.jax))
     if isinstance(checked, Row):
         raise SystemExit(f"{checked.status}: {checked.reason}")
 
@@ -155,6 +154,4 @@ if __name__ == "__main__":
         main()
     except Exception as error:  # the table shows the last line of stderr
         traceback.print_exc()
-        from benchmarks.timing import first_line
-
         raise SystemExit(first_line(error)) from None

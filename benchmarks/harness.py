@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from benchmarks import cases, first_call, oracle, timing
-from benchmarks.oracle import Oracle
-from benchmarks.providers import Inputs, JaxPass, TorchPass
+from benchmarks import cases, first_call, timing
+from benchmarks.oracle import Oracle, check
+from benchmarks.providers import Inputs, JaxPass, Ready
 from benchmarks.results import Row
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from benchmarks.settings import Settings
 
 T = TypeVar("T")
-AnyRow = TypeVar("AnyRow", bound=Row)
 
 # A pass of JAX is timed in a loop inside one program if at least two passes take less than `_LOOPED_SECONDS`. The loop
 # has as many passes as fit into that time, but at most `_MOST_PASSES`. A single short pass would measure the host,
@@ -33,51 +32,6 @@ _LOOPED_SECONDS = 5e-3
 _MOST_PASSES = 64
 # The number of cases whose programs are compiled side by side.
 _AT_ONCE = 4
-
-
-@dataclasses.dataclass
-class Ready:
-    """A provider that is ready to run a case.
-
-    Attributes:
-      run: enqueues one pass and returns its result.
-      canonical: converts that result to the names and the layout of the oracle.
-      compiled: XLA's compiled program, for a JAX provider.
-      own_graphs: as in `TorchPass`.
-      loop: traces a number of passes as one program and returns the function that compiles it, for a JAX provider.
-    """
-
-    run: Callable[[], Any]
-    canonical: Callable[[Any], Any]
-    compiled: Any = None
-    own_graphs: bool = False
-    loop: Callable[[int], Callable[[], Callable[[], Any]]] | None = None
-
-    @classmethod
-    def of(cls, built: TorchPass) -> Ready:
-        """Wraps a pass of PyTorch."""
-        return cls(built.run, built.canonical, own_graphs=built.own_graphs)
-
-    @classmethod
-    def forward(cls, built: TorchPass, case: Case) -> Ready:
-        """Wraps the forward pass alone, for a case of one step.
-
-        With one step, batch-first and time-first outputs differ only in the place of an axis of length 1.
-        """
-        shape = (1, case.B, case.H)
-        return cls(built.forward, lambda ys: {"ys": ys.reshape(shape)}, own_graphs=built.own_graphs)
-
-    def clock(self) -> timing.Clock:
-        """Returns the clock for the provider's framework."""
-        if self.compiled is None:
-            return timing.torch_clock(self.run, own_graphs=self.own_graphs)
-        return timing.jax_clock(self.run)
-
-    def passes(self) -> int:
-        """Returns the number of passes in a timed program: more than 1 for a short pass of JAX."""
-        if self.loop is None:
-            return 1
-        return max(1, min(int(_LOOPED_SECONDS / (self.clock().batch(3) / 3)), _MOST_PASSES))
 
 
 class FirstCalls:
@@ -142,25 +96,35 @@ def begin(
     for provider in providers:
         try:
             built = provider.build(case, inputs)
-            if isinstance(built, TorchPass):
-                ready[provider.name] = Ready.of(built) if not step else Ready.forward(built, case)
+            if isinstance(built, Ready):
+                ready[provider.name] = forward_alone(built, case) if step else built
             else:
                 pending[provider] = compile_in(pool, functools.partial(built.jitted.lower, *built.args)), built
         except Exception as error:  # a provider that fails becomes a row, and the run goes on
-            rows[provider.name] = failed(Row(str(case), provider.name, ours=provider.ours), error)
+            rows[provider.name] = Row(str(case), provider.name, ours=provider.ours).failed(error)
 
     def finish() -> tuple[dict[str, Ready], dict[str, Row]]:
         for provider, (future, built) in pending.items():
             try:
                 compiled = future.result()
             except Exception as error:
-                rows[provider.name] = failed(Row(str(case), provider.name, ours=provider.ours), error)
+                rows[provider.name] = Row(str(case), provider.name, ours=provider.ours).failed(error)
             else:
                 run, loop = functools.partial(compiled, *built.args), functools.partial(trace_loop, built)
-                ready[provider.name] = Ready(run, built.canonical, compiled, loop=loop)
+                ready[provider.name] = Ready(run, built.canonical, compiled=compiled, loop=loop)
         return ready, rows
 
     return finish
+
+
+def forward_alone(ready: Ready, case: Case) -> Ready:
+    """Returns the forward pass alone of a provider of PyTorch, for a case of one step.
+
+    With one step, batch-first and time-first outputs differ only in the place of an axis of length 1.
+    """
+    assert ready.forward is not None
+    shape = (1, case.B, case.H)
+    return dataclasses.replace(ready, run=ready.forward, canonical=lambda ys: {"ys": ys.reshape(shape)})
 
 
 def prepare(
@@ -172,6 +136,20 @@ def prepare(
         finish = begin([p for p in providers if p.name not in rows], case, inputs, pool, step=step)
     ready, broken = finish()
     return ready, rows | broken
+
+
+def clock(ready: Ready) -> timing.Clock:
+    """Returns the clock for the provider's framework."""
+    if ready.compiled is None:
+        return timing.torch_clock(ready.run, own_graphs=ready.own_graphs)
+    return timing.jax_clock(ready.run)
+
+
+def passes(ready: Ready) -> int:
+    """Returns the number of passes in a timed program: more than 1 for a short pass of JAX."""
+    if ready.loop is None:
+        return 1
+    return max(1, min(int(_LOOPED_SECONDS / (clock(ready).batch(3) / 3)), _MOST_PASSES))
 
 
 def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
@@ -199,31 +177,6 @@ def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
     return lambda: functools.partial(lowered.compile(), *built.args)
 
 
-def check(
-    provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[str] | None = None
-) -> Row | tuple[str, float]:
-    """Runs one pass and compares all outputs and gradients, or only `names`, with the oracle.
-
-    Returns the name of the array with the largest relative error and that error, or a row that says why the provider is
-    not timed.
-    """
-    row = Row(str(truth.case), provider.name, ours=provider.ours)
-    try:
-        for _ in range(2 if ready.own_graphs else 0):
-            ready.run()  # the first call warms up, the second records the graphs
-        got = to_jax(ready.canonical(ready.run()))
-        want = truth.want(provider.dtype, provider.resets)
-        errors = oracle.errors(got, want if names is None else {name: want[name] for name in names})
-    except Exception as error:
-        return failed(row, error)
-    name, largest = oracle.largest_rms(errors)
-    limit = oracle.tolerance(truth.case.cell, provider.precision)
-    if not largest <= limit:
-        reason = f"not timed: {name} is off by {largest:.2g}, more than {limit:g}"
-        return dataclasses.replace(row, status="wrong", reason=reason, error=largest, error_of=name)
-    return name, largest
-
-
 def checked_clocks(
     providers: Sequence[Provider], ready: Mapping[str, Ready], truth: Oracle
 ) -> dict[str, Row | tuple[timing.Clock, str, float]]:
@@ -246,7 +199,7 @@ def checked_clocks(
         try:
             yield
         except Exception as error:
-            found[provider.name] = failed(Row(str(truth.case), provider.name, ours=provider.ours), error)
+            found[provider.name] = Row(str(truth.case), provider.name, ours=provider.ours).failed(error)
 
     # nothing is compiled before the passes of all providers are timed to count them
     checked: dict[Provider, tuple[str, float]] = {}
@@ -259,7 +212,7 @@ def checked_clocks(
     counts: dict[Provider, int] = {}
     for provider in checked:
         with row_if_it_fails(provider):
-            counts[provider] = ready[provider.name].passes()
+            counts[provider] = passes(ready[provider.name])
     programs: dict[Provider, concurrent.futures.Future[Callable[[], Any]] | None] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for provider, count in counts.items():
@@ -270,7 +223,7 @@ def checked_clocks(
         one = ready[provider.name]
         with row_if_it_fails(provider):
             if program is None:
-                found[provider.name] = one.clock(), *checked[provider]
+                found[provider.name] = clock(one), *checked[provider]
                 continue
             many = program.result()
             again = check(provider, dataclasses.replace(one, run=many), truth)
@@ -280,22 +233,6 @@ def checked_clocks(
                 worst = max(checked[provider], again, key=lambda pair: pair[1])
                 found[provider.name] = timing.jax_clock(one.run, many, counts[provider]), *worst
     return found
-
-
-def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
-    """Returns JAX arrays unchanged, and converts PyTorch tensors to JAX arrays that share their memory."""
-    if all(isinstance(x, jax.Array) for x in arrays.values()):
-        return arrays
-    synchronize()
-    return {name: jax.dlpack.from_dlpack(x.detach().contiguous()) for name, x in arrays.items()}
-
-
-def synchronize() -> None:
-    """Waits for the work that PyTorch has enqueued on the GPU, if there is a GPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def time_cases(
@@ -408,25 +345,25 @@ def _time_ready_steps(
                 rows[name] = checked
                 continue
             try:
-                device[f"{name}, device"] = one.clock()
+                device[f"{name}, device"] = clock(one)
             except Exception as error:
-                rows[name] = failed(Row(str(case), name, ours=provider.ours), error)
+                rows[name] = Row(str(case), name, ours=provider.ours).failed(error)
                 continue
-            host[name], errors[name] = timing.host_clock(one.run, synchronize), checked
+            host[name], errors[name] = timing.host_clock(one.run, timing.synchronize), checked
         spreads = timing.interleave(host | device, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
     for provider in (provider for provider in providers if provider.name in host):
         name = provider.name
-        on_host, on_device, clock = spreads[name], spreads[f"{name}, device"], device[f"{name}, device"]
+        on_host, on_device = spreads[name], spreads[f"{name}, device"]
         row = Row(str(case), name, ours=provider.ours, error=errors[name][1], error_of=errors[name][0])
         if isinstance(on_host, Exception):
-            rows[name] = failed(row, on_host)
+            rows[name] = row.failed(on_host)
             continue
         if isinstance(on_device, Exception):
-            rows[name] = failed(row, on_device)
+            rows[name] = row.failed(on_device)
             continue
         returned, wall = on_host
         notes = [note(provider, case)]
-        if clock.method == timing.REPLAYS:  # the clock of eager calls may measure the host
+        if device[f"{name}, device"].method == timing.REPLAYS:  # the clock of eager calls may measure the host
             seconds = on_device[0].median
             notes.append(f"device {1e6 * seconds:.3g} us" + (", the bottleneck" if seconds > returned.median else ""))
         row = dataclasses.replace(row, note="; ".join(filter(None, notes)))
@@ -453,14 +390,9 @@ def time_rows(
     spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
     for name, found in spreads.items():
         if isinstance(found, Exception):
-            rows[name] = failed(rows[name], found)
+            rows[name] = rows[name].failed(found)
         else:
             rows[name] = timed(rows[name], *found, scale=scale, method=method or clocks[name].method)
-
-
-def failed(row: AnyRow, error: Exception) -> AnyRow:
-    """Returns `row` marked as failed by `error`."""
-    return dataclasses.replace(row, status="failed", reason=timing.first_line(error))
 
 
 def note(provider: Provider, case: Case) -> str:

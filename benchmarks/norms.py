@@ -439,7 +439,7 @@ def time_case(
             call = _call(case, provider, arrays, programs, clock)
             error, of = (0.0, "") if provider.name == COPY else truth.error(case, _tensors(call()))
         except Exception as problem:  # a provider that fails becomes a row, and the run goes on
-            rows[provider.name] = dataclasses.replace(row, status="failed", reason=timing.first_line(problem))
+            rows[provider.name] = row.failed(problem)
             continue
         row = dataclasses.replace(row, error=None if provider.name == COPY else error, error_of=of)
         if not error <= TOLERANCE[case.dtype]:

@@ -7,6 +7,7 @@ derived by hand. Its inputs have the provider's values: they are rounded to bflo
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,15 @@ import jax
 import jax.numpy as jnp
 
 import jaxrnn
+from benchmarks import timing
+from benchmarks.results import Row
 from jaxrnn.cells import CELLS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from benchmarks.cases import Case, Dtype, Precision
+    from benchmarks.providers import Provider, Ready
 
     Arrays = dict[str, jax.Array]
     Errors = dict[str, tuple[float, float]]
@@ -129,3 +133,36 @@ def errors(got: Arrays, want: Arrays) -> Errors:
             raise ValueError(f"{name} has shape {x.shape}, want {want[name].shape}")
     with jax.enable_x64(True):
         return {name: (float(rms), float(largest)) for name, (rms, largest) in _errors(got, want).items()}
+
+
+def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
+    """Returns JAX arrays unchanged, and converts PyTorch tensors to JAX arrays that share their memory."""
+    if all(isinstance(x, jax.Array) for x in arrays.values()):
+        return arrays
+    timing.synchronize()
+    return {name: jax.dlpack.from_dlpack(x.detach().contiguous()) for name, x in arrays.items()}
+
+
+def check(
+    provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[str] | None = None
+) -> Row | tuple[str, float]:
+    """Runs one pass and compares all outputs and gradients, or only `names`, with the oracle.
+
+    Returns the name of the array with the largest relative error and that error, or a row that says why the provider is
+    not timed.
+    """
+    row = Row(str(truth.case), provider.name, ours=provider.ours)
+    try:
+        for _ in range(2 if ready.own_graphs else 0):
+            ready.run()  # the first call warms up, the second records the graphs
+        got = to_jax(ready.canonical(ready.run()))
+        want = truth.want(provider.dtype, provider.resets)
+        found = errors(got, want if names is None else {name: want[name] for name in names})
+    except Exception as error:
+        return row.failed(error)
+    name, largest = largest_rms(found)
+    limit = tolerance(truth.case.cell, provider.precision)
+    if not largest <= limit:
+        reason = f"not timed: {name} is off by {largest:.2g}, more than {limit:g}"
+        return dataclasses.replace(row, status="wrong", reason=reason, error=largest, error_of=name)
+    return name, largest

@@ -86,20 +86,24 @@ class JaxPass:
 
 
 @dataclasses.dataclass(frozen=True)
-class TorchPass:
-    """A pass of a PyTorch provider.
+class Ready:
+    """A pass that is ready to run: one of PyTorch, or one of JAX that is compiled.
 
     Attributes:
       run: enqueues the pass and returns its result.
-      canonical: converts its result to the names and the layout of the oracle.
-      forward: enqueues the forward pass alone and returns its outputs, in the layout of the provider.
-      own_graphs: whether it replays CUDA graphs of its own, from the third call on.
+      canonical: converts that result to the names and the layout of the oracle.
+      forward: enqueues the forward pass alone and returns its outputs, in the layout of the provider; of PyTorch.
+      own_graphs: whether it replays CUDA graphs of its own, from the third call on; of PyTorch.
+      compiled: XLA's compiled program; of JAX.
+      loop: traces a number of passes as one program and returns the function that compiles it; of JAX.
     """
 
     run: Callable[[], Any]
-    canonical: Callable[[Any], Tensors]
-    forward: Callable[[], Any]
+    canonical: Callable[[Any], Any]
+    forward: Callable[[], Any] | None = None
     own_graphs: bool = False
+    compiled: Any = None
+    loop: Callable[[int], Callable[[], Callable[[], Any]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +125,7 @@ class Provider:
     """
 
     name: str
-    build: Callable[[Case, Inputs], JaxPass | TorchPass]
+    build: Callable[[Case, Inputs], JaxPass | Ready]
     note: str
     cells: tuple[str, ...] = cases.MEASURED
     dtype: Dtype = "f32"
@@ -430,7 +434,7 @@ def torch_module(case: Case, tensors: Tensors, kind: Any = None) -> Any:
 def autograd_pass(
     case: Case, forward: Callable[[], Any], xs: Any, parameters: Sequence[Any], ct_ys: Any, *,
     batch_first: bool = False, own_graphs: bool = False,
-) -> TorchPass:  # fmt: skip
+) -> Ready:  # fmt: skip
     """Returns the pass of `forward() -> ys`, whose leaves are `xs` and `parameters`, ordered as in `torch_weights`."""
     import torch
 
@@ -441,7 +445,7 @@ def autograd_pass(
     def canonical(result: Any) -> Tensors:
         return from_torch(case, result[0], result[1], result[2:], batch_first=batch_first)
 
-    return TorchPass(run, canonical, forward, own_graphs)
+    return Ready(run, canonical, forward, own_graphs)
 
 
 def torch_state(case: Case, tensors: Tensors) -> Any:
@@ -451,7 +455,7 @@ def torch_state(case: Case, tensors: Tensors) -> Any:
 
 def torch_bridge_pass(
     case: Case, inputs: Inputs, *, compiler: Mapping[str, Any] | None = None, own_graphs: bool = False
-) -> TorchPass:
+) -> Ready:
     """Builds the pass of this project's modules for PyTorch, which get no resets in a case without resets.
 
     `compiler` has the options of `torch.compile`; None means eager.
@@ -477,14 +481,14 @@ def torch_bridge_pass(
     return autograd_pass(case, forward, xs, list(rnn.parameters()), tensors["ct_ys"], own_graphs=own_graphs)
 
 
-def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
+def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> Ready:
     """Builds cuDNN's pass in `torch.nn`, without resets, because its fastest kernels take only such input."""
     tensors = inputs.torch(dtype, False)
     rnn, xs, state = torch_module(case, tensors), tensors["xs"].detach().requires_grad_(), torch_state(case, tensors)
     return autograd_pass(case, lambda: rnn(xs, state)[0], xs, list(rnn.parameters()), tensors["ct_ys"])
 
 
-def torch_cell_pass(case: Case, inputs: Inputs) -> TorchPass:
+def torch_cell_pass(case: Case, inputs: Inputs) -> Ready:
     """Builds the pass of `torch.nn.GRUCell` or `LSTMCell` in a Python loop; resets mask the state, as in actors."""
     import torch
 
@@ -529,7 +533,7 @@ def episodes(resets: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any], NDA
     return sequence, start, length, (start == 0) & ~resets[0, sequence]
 
 
-def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
+def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> Ready:
     """Builds cuDNN's pass in `torch.nn` with resets, where episodes are a packed batch.
 
     Gathering and scattering are timed, sorting is not.
@@ -561,7 +565,7 @@ def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> To
     return autograd_pass(case, forward, xs, list(rnn.parameters()), tensors["ct_ys"])
 
 
-def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass:
+def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> Ready:
     """Builds the pass of TorchRL's Triton kernels, which take the batch axis first.
 
     They take a reset value for every step; that of the first step is the carry.
@@ -588,7 +592,7 @@ def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass
     return autograd_pass(case, forward, xs, list(weights.values()), ct_ys, batch_first=True)
 
 
-def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
+def flashrnn_pass(case: Case, inputs: Inputs) -> Ready:
     """Builds the pass of FlashRNN's fused CUDA kernels (for a GRU, its alternating kernels), with one head.
 
     PyTorch computes the input projection.

@@ -6,13 +6,19 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 RESULTS = Path(__file__).parent / "results"  # a folder for each machine
 
 Status = Literal["measured", "unavailable", "unsupported", "unfinished", "skipped", "wrong", "failed"]
 Unit = Literal["ms", "us", "s", "GB", "steps/s", "of copy"]
 LARGER_IS_BETTER: tuple[Unit, ...] = ("steps/s", "of copy")
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the type of an exception and the first line of its message, for a cell of a table."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}"[:200].rstrip(": ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +62,10 @@ class Row:
     target: float | None = None
     note: str = ""
     us: float | None = None
+
+    def failed(self, error: Exception) -> Self:
+        """Returns this row marked as failed by `error`."""
+        return dataclasses.replace(self, status="failed", reason=first_line(error))
 
 
 @dataclasses.dataclass(frozen=True)

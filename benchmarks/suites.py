@@ -20,7 +20,7 @@ from benchmarks import cases, choice, first_call, harness, norms, oracle, scans,
 from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
 from benchmarks.providers import ALL, PROVIDERS, Inputs
-from benchmarks.results import AccuracyRow, AgentRow, Row
+from benchmarks.results import AccuracyRow, AgentRow, Row, first_line
 from jaxrnn import _bridge
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def compiled_scans(
         try:
             run[name] = functools.partial(jax.jit(program).lower(*args).compile(options), *args)
         except Exception as error:
-            rows[name] = harness.failed(rows[name], error)
+            rows[name] = rows[name].failed(error)
     return run
 
 
@@ -256,7 +256,7 @@ def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
         target = cases.MEMORY_TARGETS_GB.get(provider.name)
         row = dataclasses.replace(row, unit="GB", target=target, note=harness.note(provider, case))
         if provider.name in ready:
-            checked = harness.check(provider, ready[provider.name], truth)
+            checked = oracle.check(provider, ready[provider.name], truth)
             truth.forget()
             if isinstance(checked, Row):
                 row = dataclasses.replace(row, status=checked.status, reason=checked.reason, error=checked.error)
@@ -357,7 +357,7 @@ def accuracy_rows(
     try:
         ours, xla = compare(want)
     except Exception as error:
-        yield AccuracyRow(str(case), precision, "all", reason=timing.first_line(error))
+        yield AccuracyRow(str(case), precision, "all", reason=first_line(error))
         return
     for array in want:
         yield AccuracyRow(
@@ -465,7 +465,7 @@ def ppo_beside(
             )  # fmt: skip
             measured = times[name]
             if isinstance(measured, Exception):
-                rows.append(harness.failed(row, measured))
+                rows.append(row.failed(measured))
                 continue
             method = f"calls of {updates} updates, enqueued"
             rows.append(agent_row(row, measured[0], updates * steps * agents.seeds, method, training, results[name]))
@@ -550,7 +550,7 @@ def ppo_on_several(example: Any, training: Any, settings: Settings, progress: Pr
             if not result.finished:
                 raise KeyboardInterrupt  # `train` catches it, and returns early
         except Exception as error:
-            yield harness.failed(row, error)
+            yield row.failed(error)
             continue
         calls = len(result.calls.ended) - 1
         spread = timing.Spread.of([result.calls.seconds], calls)

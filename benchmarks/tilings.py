@@ -76,7 +76,7 @@ def measure(problem: Problem, device: Device, settings: Settings, progress: Call
         try:
             clocks[name] = timing.torch_clock(Run(problem, device, config, arrays))
         except Exception as error:
-            rows[name] = harness.failed(rows[name], error)
+            rows[name] = rows[name].failed(error)
     harness.time_rows(rows, clocks, settings, progress, scale=1e6 / problem.steps)
     return list(rows.values())
 

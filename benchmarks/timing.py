@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from benchmarks.results import first_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -133,6 +135,14 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
     return lambda: kept[0].replay(), REPLAYS
 
 
+def synchronize() -> None:
+    """Waits for the work that PyTorch has enqueued on the GPU, if there is a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 # The number of calls that a host clock enqueues before it waits for the device. Their launches fit into the device's
 # queue, which holds some 1000, so the host never waits for a free place in it.
 ENQUEUED = 50
@@ -200,9 +210,3 @@ def interleave(
         name: errors.get(name) or (Spread.of(device[name], rounds * calls[name]), Spread.of(wall[name], rounds))
         for name in clocks
     }
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the type of an exception and the first line of its message, for a cell of a table."""
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}"[:200].rstrip(": ")

@@ -22,7 +22,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import cases, harness, machine, plot, precompile, providers, report, tilings, timing
 from benchmarks.cases import Case
-from benchmarks.oracle import Oracle, errors, tolerance
+from benchmarks.oracle import Oracle, check, errors, tolerance
 from benchmarks.results import AccuracyRow, AgentRow, Report, Row
 from benchmarks.settings import Settings
 from torch_bridge import tiling
@@ -144,23 +144,23 @@ def test_provider_passes_the_check(name, case):
     provider = providers.PROVIDERS[name]
     assert provider.unavailable() is None
     inputs, truth = numbers_and_truth(case)
-    checked = harness.check(provider, ready(provider.build(case, inputs)), truth)
+    checked = check(provider, ready(provider.build(case, inputs)), truth)
     assert not isinstance(checked, Row), checked.reason
     rounds = provider.precision == "bf16" or jax.default_backend() == "gpu"
     assert checked[1] < (tolerance(case.cell, "bf16") if rounds else 2e-6)
 
 
 def ready(built):
-    if isinstance(built, providers.TorchPass):
-        return harness.Ready.of(built)
-    return harness.Ready(lambda: built.jitted(*built.args), built.canonical)
+    if isinstance(built, providers.Ready):
+        return built
+    return providers.Ready(lambda: built.jitted(*built.args), built.canonical)
 
 
 @pytest.mark.parametrize("name", ["jaxrnn-xla", "flax"])
 def test_provider_with_vmap_passes_the_check(name):
     case = Case("gru", 3, 5, 8, reset_rate=0.2, models=2)
     inputs, truth = numbers_and_truth(case)
-    checked = harness.check(providers.PROVIDERS[name], ready(providers.PROVIDERS[name].build(case, inputs)), truth)
+    checked = check(providers.PROVIDERS[name], ready(providers.PROVIDERS[name].build(case, inputs)), truth)
     assert not isinstance(checked, Row), checked.reason
 
 
@@ -177,7 +177,7 @@ def test_wrong_provider_is_not_timed(case):
         weights, xs, rest, ct_ys = built.args
         return built.jitted(weights, xs, rest | {"resets": np.zeros_like(rest["resets"])}, ct_ys)
 
-    row = harness.check(flax, harness.Ready(without_resets, built.canonical), truth)
+    row = check(flax, providers.Ready(without_resets, built.canonical), truth)
     assert isinstance(row, Row) and row.status == "wrong" and row.value is None
     assert row.error_of in row.reason
 
@@ -198,7 +198,7 @@ def test_check_applies_the_tolerance_of_the_cell(case, error, timed):
     assert provider.precision == "tf32"
     one = ready(provider.build(case, inputs))
     wrong = dataclasses.replace(one, canonical=lambda x: {k: (1 + error) * y for k, y in one.canonical(x).items()})
-    checked = harness.check(provider, wrong, truth)
+    checked = check(provider, wrong, truth)
     assert isinstance(checked, Row) != timed
     if not timed:
         assert checked.reason.endswith(f"more than {tolerance(case.cell, 'tf32'):g}")
@@ -325,7 +325,7 @@ def test_step_of_pytorch_reports_host_time_and_device_time(monkeypatch, torch_on
 
     graded = []
     monkeypatch.setattr(cases, "TORCH_STEP", Case("gru", 5, 1, 12, reset_rate=0.5))
-    monkeypatch.setattr(harness, "synchronize", lambda: graded.append(torch.is_grad_enabled()))
+    monkeypatch.setattr(timing, "synchronize", lambda: graded.append(torch.is_grad_enabled()))
     fake = dataclasses.replace(providers.PROVIDERS["torchrl"], needs=("no_such_module",))
     monkeypatch.setitem(providers.PROVIDERS, "torchrl", fake)
     *rows, missing = suites.torch_step(Settings(seconds=0.01, rounds=2), lambda _: None)
@@ -360,9 +360,9 @@ def test_provider_with_its_own_graphs_is_checked_on_the_third_call():
         calls.append(None)
         return jax.tree.map(lambda x: x * (1.0 if len(calls) < 3 else 2.0), built.run())
 
-    assert not isinstance(harness.check(flax, harness.Ready(run, built.canonical), truth), Row)
+    assert not isinstance(check(flax, providers.Ready(run, built.canonical), truth), Row)
     calls.clear()
-    row = harness.check(flax, harness.Ready(run, built.canonical, own_graphs=True), truth)
+    row = check(flax, providers.Ready(run, built.canonical, own_graphs=True), truth)
     assert isinstance(row, Row) and row.status == "wrong" and len(calls) == 3
 
 
@@ -376,7 +376,7 @@ def test_looped_passes_compute_everything_in_every_iteration(name):
     provider = providers.PROVIDERS[name]
     built = provider.build(TINY[0], inputs)
     many = harness.trace_loop(built, 3)()
-    checked = harness.check(provider, harness.Ready(many, built.canonical), truth)
+    checked = check(provider, providers.Ready(many, built.canonical), truth)
     assert not isinstance(checked, Row), checked.reason
     once = built.jitted.lower(*built.args).compile().as_text()
     before, entry = many.func.as_text().split("ENTRY ")
