@@ -222,16 +222,6 @@ def prepare(problems: Sequence[Problem]) -> Iterator[Compiled]:
         yield Compiled(problem, arrays, same, programs, failures)
 
 
-def _compared(row: Row, results: Arrays, want: Arrays, limit: float) -> Row:
-    """Returns `row` with the largest error of any array, and marked as wrong if that exceeds `limit`."""
-    name, error = oracle.largest_rms(oracle.errors(results, want))
-    row = dataclasses.replace(row, error=error, error_of=name)
-    if error <= limit:
-        return row
-    reason = f"not timed: {name} differs from xla's by {error:.2g}, more than {limit:g}"
-    return dataclasses.replace(row, status="wrong", reason=reason)
-
-
 def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) -> list[Row]:
     """Returns a row for the default and for each implementation.
 
@@ -249,7 +239,8 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
             if name == "xla":
                 want = program()
             elif want is not None:
-                rows[name] = _compared(rows[name], program(), want, limit)
+                errors = oracle.errors(program(), want)
+                rows[name] = oracle.judged(rows[name], errors, limit, "differs from xla's by")
         except Exception as error:  # too little memory, for example
             rows[name] = rows[name].failed(error)
         if rows[name].status not in ("failed", "wrong"):

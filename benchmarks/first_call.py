@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from benchmarks import cases, oracle, providers
-from benchmarks.results import Row, first_line
+from benchmarks.results import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from benchmarks.cases import Case
+    from benchmarks.results import Status
 
-UNFINISHED = "unfinished"
 STARTUP_LIMIT = 300  # seconds for imports and for copying inputs to the device
 _READY, _DONE = "ready", "done"
 # Environment variables with the folders in which compilers keep what they compiled.
@@ -39,9 +39,10 @@ _CACHES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "TORCH
 
 @dataclasses.dataclass(frozen=True)
 class FirstCall:
-    """The seconds from tracing to the first result, or the reason why there are none: `UNFINISHED` or an error."""
+    """The seconds from tracing to the first result, or the status and the reason of a row without them."""
 
     seconds: float | None = None
+    status: Status = "measured"
     reason: str = ""
 
 
@@ -85,14 +86,14 @@ def run(
                 timeout=limit + STARTUP_LIMIT,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return FirstCall(reason=f"imports and inputs took more than {STARTUP_LIMIT} s")
+            return FirstCall(None, "failed", f"imports and inputs took more than {STARTUP_LIMIT} s")
     said = [line.split() for line in process.stdout.splitlines() if line.startswith((_READY, _DONE))]
     if process.returncode == 0 and len(said) == 2:
         return FirstCall(float(said[1][1]))
     if len(said) == 1 and "Timeout (" in process.stderr:
-        return FirstCall(reason=UNFINISHED)
+        return FirstCall(None, "unfinished", f"first call unfinished after {limit:g} s")
     last = (process.stderr.strip().split("\n") or [""])[-1]
-    return FirstCall(reason=last[:200] or f"ended with status {process.returncode}")
+    return FirstCall(None, "failed", last[:200] or f"ended with status {process.returncode}")
 
 
 def run_twice(provider: str, case: Case, *, limit: float, profile: str = "") -> FirstCall:
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.check:
         return
     checked = oracle.check(chosen, providers.Ready(lambda: result, built.canonical), oracle.Oracle(case, inputs.jax))
-    if isinstance(checked, Row):
+    if checked.status != "measured":
         raise SystemExit(f"{checked.status}: {checked.reason}")
 
 

@@ -40,8 +40,8 @@ class FirstCalls:
     Such a call is first tried in a separate process, because it cannot be interrupted.
     """
 
-    def __init__(self, limit: float, profile: str = "") -> None:
-        self._limit, self._profile = limit, profile
+    def __init__(self, settings: Settings) -> None:
+        self._limit, self._profile = settings.first_call_limit, settings.profile
         self._started: set[tuple[str, str, int]] = set()
         self._unfinished: dict[str, Case] = {}
 
@@ -54,11 +54,10 @@ class FirstCalls:
         if slow is not None and case.H >= slow.H:
             return "skipped", f"its first call at {slow}, which is no wider, was unfinished after {self._limit:g} s"
         result = first_call.run(provider.name, case, limit=self._limit, profile=self._profile)
-        if result.reason == first_call.UNFINISHED:
+        if result.status == "unfinished":
             self._unfinished[provider.name] = case
-            return "unfinished", f"first call unfinished after {self._limit:g} s"
-        if result.reason:
-            return "failed", result.reason
+        if result.status != "measured":
+            return result.status, result.reason
         self._started.add(key)
         return None
 
@@ -70,13 +69,9 @@ def excluded(providers: Sequence[Provider], case: Case, first_calls: FirstCalls)
     """
     rows: dict[str, Row] = {}
     for provider in providers:
-        row = Row(str(case), provider.name, ours=provider.ours)
-        if reason := provider.unavailable():
-            rows[provider.name] = dataclasses.replace(row, status="unavailable", reason=reason)
-        elif reason := provider.unsupported(case):
-            rows[provider.name] = dataclasses.replace(row, status="unsupported", reason=reason)
-        elif problem := first_calls.problem(provider, case):
-            rows[provider.name] = dataclasses.replace(row, status=problem[0], reason=problem[1])
+        if problem := provider.excluded(case) or first_calls.problem(provider, case):
+            status, reason = problem
+            rows[provider.name] = dataclasses.replace(provider.row(case), status=status, reason=reason)
     return rows
 
 
@@ -101,14 +96,14 @@ def begin(
             else:
                 pending[provider] = compile_in(pool, functools.partial(built.jitted.lower, *built.args)), built
         except Exception as error:  # a provider that fails becomes a row, and the run goes on
-            rows[provider.name] = Row(str(case), provider.name, ours=provider.ours).failed(error)
+            rows[provider.name] = provider.row(case).failed(error)
 
     def finish() -> tuple[dict[str, Ready], dict[str, Row]]:
         for provider, (future, built) in pending.items():
             try:
                 compiled = future.result()
             except Exception as error:
-                rows[provider.name] = Row(str(case), provider.name, ours=provider.ours).failed(error)
+                rows[provider.name] = provider.row(case).failed(error)
             else:
                 run, loop = functools.partial(compiled, *built.args), functools.partial(trace_loop, built)
                 ready[provider.name] = Ready(run, built.canonical, compiled=compiled, loop=loop)
@@ -128,10 +123,10 @@ def forward_alone(ready: Ready, case: Case) -> Ready:
 
 
 def prepare(
-    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls, *, step: bool = False
+    providers: Sequence[Provider], case: Case, inputs: Inputs, settings: Settings, *, step: bool = False
 ) -> tuple[dict[str, Ready], dict[str, Row]]:
     """Builds and compiles the providers that can run, and returns them with rows that say why the others cannot."""
-    rows = excluded(providers, case, first_calls)
+    rows = excluded(providers, case, FirstCalls(settings))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         finish = begin([p for p in providers if p.name not in rows], case, inputs, pool, step=step)
     ready, broken = finish()
@@ -179,7 +174,7 @@ def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
 
 def checked_clocks(
     providers: Sequence[Provider], ready: Mapping[str, Ready], truth: Oracle
-) -> dict[str, Row | tuple[timing.Clock, str, float]]:
+) -> tuple[dict[str, Row], dict[str, timing.Clock]]:
     """Checks passes and, of those that are short, also the programs of many passes that are timed in their place.
 
     Those programs are compiled side by side.
@@ -190,29 +185,24 @@ def checked_clocks(
       truth: the oracle of the case.
 
     Returns:
-      By name, the clock followed by the worse result of `check`, or the row of `check`.
+      By name, the rows, each with the larger error of the two checks, and the clocks of those that are to be timed.
     """
-    found: dict[str, Row | tuple[timing.Clock, str, float]] = {}
+    # nothing is compiled before the passes of all providers are timed to count them
+    rows = {provider.name: check(provider, ready[provider.name], truth) for provider in providers}
+    clocks: dict[str, timing.Clock] = {}
 
     @contextlib.contextmanager
     def row_if_it_fails(provider: Provider) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            found[provider.name] = Row(str(truth.case), provider.name, ours=provider.ours).failed(error)
+            rows[provider.name] = provider.row(truth.case).failed(error)
 
-    # nothing is compiled before the passes of all providers are timed to count them
-    checked: dict[Provider, tuple[str, float]] = {}
-    for provider in providers:
-        result = check(provider, ready[provider.name], truth)
-        if isinstance(result, Row):
-            found[provider.name] = result
-        else:
-            checked[provider] = result
     counts: dict[Provider, int] = {}
-    for provider in checked:
-        with row_if_it_fails(provider):
-            counts[provider] = passes(ready[provider.name])
+    for provider in providers:
+        if rows[provider.name].status == "measured":
+            with row_if_it_fails(provider):
+                counts[provider] = passes(ready[provider.name])
     programs: dict[Provider, concurrent.futures.Future[Callable[[], Any]] | None] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for provider, count in counts.items():
@@ -220,26 +210,24 @@ def checked_clocks(
             with row_if_it_fails(provider):
                 programs[provider] = pool.submit(loop(count)) if loop is not None and count > 1 else None
     for provider, program in programs.items():
-        one = ready[provider.name]
+        name, once = provider.name, ready[provider.name]
         with row_if_it_fails(provider):
             if program is None:
-                found[provider.name] = clock(one), *checked[provider]
+                clocks[name] = clock(once)
                 continue
             many = program.result()
-            again = check(provider, dataclasses.replace(one, run=many), truth)
-            if isinstance(again, Row):
-                found[provider.name] = again
-            else:
-                worst = max(checked[provider], again, key=lambda pair: pair[1])
-                found[provider.name] = timing.jax_clock(one.run, many, counts[provider]), *worst
-    return found
+            again = check(provider, dataclasses.replace(once, run=many), truth)
+            if again.status == "measured":
+                clocks[name] = timing.jax_clock(once.run, many, counts[provider])
+                again = max(rows[name], again, key=lambda row: row.error or 0.0)
+            rows[name] = again
+    return rows, clocks
 
 
 def time_cases(
     chosen: Sequence[Case],
     providers: Sequence[Provider],
     settings: Settings,
-    first_calls: FirstCalls,
     targets: Callable[[Case], dict[str, float]] = lambda _: {},
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[Row]]:
@@ -248,6 +236,7 @@ def time_cases(
     `targets` returns those of a case, keyed by provider. The programs of several cases are compiled side by side, and
     nothing is compiled while a pass is timed.
     """
+    first_calls = FirstCalls(settings)
     for several in in_groups(chosen, _AT_ONCE):
         begun = []
         rows = {case: excluded(providers, case, first_calls) for case in several}
@@ -264,27 +253,19 @@ def time_cases(
         while begun:
             case, able, finish, truth = begun.pop(0)
             progress(str(case))
-            found = rows[case] | _time_case(case, able, *finish(), truth, settings, progress)
+            timed = rows[case] | _time_case(able, *finish(), truth, settings, progress)
             aims = targets(case)
-            yield [dataclasses.replace(found[p.name], target=aims.get(p.name), note=note(p, case)) for p in providers]
+            yield [dataclasses.replace(timed[p.name], target=aims.get(p.name), note=note(p, case)) for p in providers]
             del finish, truth
             release()
 
 
 def _time_case(
-    case: Case, providers: Sequence[Provider], ready: dict[str, Ready], rows: dict[str, Row], truth: Oracle,
-    settings: Settings, progress: Callable[[str], None],
+    providers: Sequence[Provider], ready: dict[str, Ready], rows: dict[str, Row], truth: Oracle, settings: Settings,
+    progress: Callable[[str], None],
 ) -> dict[str, Row]:  # fmt: skip
-    clocks: dict[str, timing.Clock] = {}
-    built = [provider for provider in providers if provider.name in ready]
-    checked = checked_clocks(built, ready, truth)
-    for provider in built:
-        name, found = provider.name, checked[provider.name]
-        if isinstance(found, Row):
-            rows[name] = found
-        else:
-            clocks[name], worst, size = found
-            rows[name] = Row(str(case), name, ours=provider.ours, error=size, error_of=worst)
+    checked, clocks = checked_clocks([provider for provider in providers if provider.name in ready], ready, truth)
+    rows |= checked
     truth.forget()
     time_rows(rows, clocks, settings, progress, scale=1e3)
     return rows
@@ -307,11 +288,7 @@ def in_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def time_steps(
-    case: Case,
-    providers: Sequence[Provider],
-    settings: Settings,
-    first_calls: FirstCalls,
-    progress: Callable[[str], None] = lambda _: None,
+    case: Case, providers: Sequence[Provider], settings: Settings, progress: Callable[[str], None] = lambda _: None
 ) -> list[Row]:
     """Returns a row for every provider, all of PyTorch: microseconds until a call of one step returns.
 
@@ -319,54 +296,50 @@ def time_steps(
     device is the bottleneck.
     """
     inputs = Inputs(cases.make_inputs(case))
-    ready, rows = prepare(providers, case, inputs, first_calls, step=True)
+    ready, rows = prepare(providers, case, inputs, settings, step=True)
     if ready:
-        rows |= _time_ready_steps(
-            ready, [one for one in providers if one.name in ready], case, inputs, settings, progress
-        )
+        able = [provider for provider in providers if provider.name in ready]
+        rows |= _time_ready_steps(ready, able, Oracle(case, inputs.jax), settings, progress)
     return [dataclasses.replace(rows[provider.name], unit="us") for provider in providers]
 
 
 def _time_ready_steps(
-    ready: Mapping[str, Ready], providers: Sequence[Provider], case: Case, inputs: Inputs, settings: Settings,
+    ready: Mapping[str, Ready], providers: Sequence[Provider], truth: Oracle, settings: Settings,
     progress: Callable[[str], None],
 ) -> dict[str, Row]:  # fmt: skip
     """Times the providers that are ready, and returns their rows by name."""
     import torch
 
-    truth = Oracle(case, inputs.jax)
     rows: dict[str, Row] = {}
-    host, device, errors = {}, {}, {}
+    host: dict[str, timing.Clock] = {}
+    device: dict[str, timing.Clock] = {}
     with torch.no_grad():
         for provider in providers:
-            name, one = provider.name, ready[provider.name]
-            checked = check(provider, one, truth, names=("ys",))
-            if isinstance(checked, Row):
-                rows[name] = checked
+            name, step = provider.name, ready[provider.name]
+            rows[name] = check(provider, step, truth, names=("ys",))
+            if rows[name].status != "measured":
                 continue
             try:
-                device[f"{name}, device"] = clock(one)
+                device[f"{name}, device"] = clock(step)
+                host[name] = timing.host_clock(step.run, timing.synchronize)
             except Exception as error:
-                rows[name] = Row(str(case), name, ours=provider.ours).failed(error)
-                continue
-            host[name], errors[name] = timing.host_clock(one.run, timing.synchronize), checked
+                rows[name] = provider.row(truth.case).failed(error)
         spreads = timing.interleave(host | device, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
     for provider in (provider for provider in providers if provider.name in host):
         name = provider.name
         on_host, on_device = spreads[name], spreads[f"{name}, device"]
-        row = Row(str(case), name, ours=provider.ours, error=errors[name][1], error_of=errors[name][0])
         if isinstance(on_host, Exception):
-            rows[name] = row.failed(on_host)
+            rows[name] = rows[name].failed(on_host)
             continue
         if isinstance(on_device, Exception):
-            rows[name] = row.failed(on_device)
+            rows[name] = rows[name].failed(on_device)
             continue
         returned, wall = on_host
-        notes = [note(provider, case)]
+        notes = [note(provider, truth.case)]
         if device[f"{name}, device"].method == timing.REPLAYS:  # the clock of eager calls may measure the host
             seconds = on_device[0].median
             notes.append(f"device {1e6 * seconds:.3g} us" + (", the bottleneck" if seconds > returned.median else ""))
-        row = dataclasses.replace(row, note="; ".join(filter(None, notes)))
+        row = dataclasses.replace(rows[name], note="; ".join(filter(None, notes)))
         rows[name] = timed(row, returned, wall, scale=1e6, method=host[name].method)
     return rows
 
@@ -388,11 +361,11 @@ def time_rows(
     `scale` converts seconds to the unit of the rows. `method` says how they were measured; the default is the clock's.
     """
     spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-    for name, found in spreads.items():
-        if isinstance(found, Exception):
-            rows[name] = rows[name].failed(found)
+    for name, spread in spreads.items():
+        if isinstance(spread, Exception):
+            rows[name] = rows[name].failed(spread)
         else:
-            rows[name] = timed(rows[name], *found, scale=scale, method=method or clocks[name].method)
+            rows[name] = timed(rows[name], *spread, scale=scale, method=method or clocks[name].method)
 
 
 def note(provider: Provider, case: Case) -> str:

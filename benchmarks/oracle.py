@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 import jaxrnn
 from benchmarks import timing
-from benchmarks.results import Row
 from jaxrnn.cells import CELLS
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from benchmarks.cases import Case, Dtype, Precision
     from benchmarks.providers import Provider, Ready
+    from benchmarks.results import Row
 
     Arrays = dict[str, jax.Array]
     Errors = dict[str, tuple[float, float]]
@@ -143,15 +143,22 @@ def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
     return {name: jax.dlpack.from_dlpack(x.detach().contiguous()) for name, x in arrays.items()}
 
 
-def check(
-    provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[str] | None = None
-) -> Row | tuple[str, float]:
+def judged(row: Row, errors: Errors, limit: float, difference: str = "is off by") -> Row:
+    """Returns `row` with the largest error of any array, and marked as wrong if that exceeds `limit`."""
+    name, error = largest_rms(errors)
+    row = dataclasses.replace(row, error=error, error_of=name)
+    if error <= limit:
+        return row
+    reason = f"not timed: {name} {difference} {error:.2g}, more than {limit:g}"
+    return dataclasses.replace(row, status="wrong", reason=reason)
+
+
+def check(provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[str] | None = None) -> Row:
     """Runs one pass and compares all outputs and gradients, or only `names`, with the oracle.
 
-    Returns the name of the array with the largest relative error and that error, or a row that says why the provider is
-    not timed.
+    Returns a row without a figure, which is marked as wrong or failed if the provider is not to be timed.
     """
-    row = Row(str(truth.case), provider.name, ours=provider.ours)
+    row = provider.row(truth.case)
     try:
         for _ in range(2 if ready.own_graphs else 0):
             ready.run()  # the first call warms up, the second records the graphs
@@ -160,9 +167,4 @@ def check(
         found = errors(got, want if names is None else {name: want[name] for name in names})
     except Exception as error:
         return row.failed(error)
-    name, largest = largest_rms(found)
-    limit = tolerance(truth.case.cell, provider.precision)
-    if not largest <= limit:
-        reason = f"not timed: {name} is off by {largest:.2g}, more than {limit:g}"
-        return dataclasses.replace(row, status="wrong", reason=reason, error=largest, error_of=name)
-    return name, largest
+    return judged(row, found, tolerance(truth.case.cell, provider.precision))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, oracle
+from benchmarks.results import Row
 from jaxrnn import cells, linen
 from jaxrnn.cells import base, norm
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from benchmarks.cases import Case, Dtype, Precision
+    from benchmarks.results import Status
 
     Arrays = dict[str, jax.Array]
     Tensors = dict[str, Any]
@@ -140,6 +142,18 @@ class Provider:
     def ours(self) -> str:
         """The provider of this project that it is compared with."""
         return "jaxrnn-bf16" if self.precision == "bf16" else "jaxrnn"
+
+    def row(self, case: Case) -> Row:
+        """Returns its row of a case, without a figure."""
+        return Row(str(case), self.name, ours=self.ours)
+
+    def excluded(self, case: Case) -> tuple[Status, str] | None:
+        """Returns the status and the reason of its row if it cannot run a case here, or None if it can."""
+        if reason := self.unavailable():
+            return "unavailable", reason
+        if reason := self.unsupported(case):
+            return "unsupported", reason
+        return None
 
     def unavailable(self) -> str | None:
         """Returns why it cannot run here, or None if it can."""

@@ -63,6 +63,10 @@ class Row:
     note: str = ""
     us: float | None = None
 
+    def measured_once(self, value: float, method: str) -> Self:
+        """Returns this row with the figure of a single measurement."""
+        return dataclasses.replace(self, value=value, low=value, high=value, calls=1, method=method)
+
     def failed(self, error: Exception) -> Self:
         """Returns this row marked as failed by `error`."""
         return dataclasses.replace(self, status="failed", reason=first_line(error))

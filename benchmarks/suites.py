@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, choice, first_call, harness, norms, oracle, scans, tilings, timing
-from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
 from benchmarks.providers import ALL, PROVIDERS, Inputs
 from benchmarks.results import AccuracyRow, AgentRow, Row, first_line
@@ -56,9 +55,8 @@ def passes(
 ) -> Iterator[Row]:  # fmt: skip
     """Times a pass of every provider in every case. The default of `providers` is the result of `compared`."""
     providers = compared(settings) if providers is None else providers
-    first_calls = FirstCalls(settings.first_call_limit, settings.profile)
     wanted = [case for case in chosen if settings.wants_case(str(case))]
-    for rows in harness.time_cases(wanted, providers, settings, first_calls, targets, progress):
+    for rows in harness.time_cases(wanted, providers, settings, targets, progress):
         yield from rows
 
 
@@ -118,9 +116,7 @@ def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
     if settings.wants_case(label):
         progress(label)
         providers = settings.chosen([PROVIDERS[name] for name in TORCH_STEP])
-        for row in harness.time_steps(
-            case, providers, settings, FirstCalls(settings.first_call_limit, settings.profile), progress
-        ):
+        for row in harness.time_steps(case, providers, settings, progress):
             yield dataclasses.replace(row, case=label, ours="torch_bridge")
 
 
@@ -172,10 +168,9 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     run = compiled_scans(programs, rows)
     want = Oracle(case, inputs.jax).want("f32", True)["ys"]
     for name in [name for name in run if name != scans.NO_RECURRENCE]:
-        error = oracle.errors({"ys": run[name]()}, {"ys": want})["ys"][0]
-        rows[name] = dataclasses.replace(rows[name], error=error, error_of="ys")
-        if not error <= oracle.tolerance(case.cell, "tf32"):
-            rows[name] = dataclasses.replace(rows[name], status="wrong", reason=f"not timed: ys is off by {error:.2g}")
+        errors = oracle.errors({"ys": run[name]()}, {"ys": want})
+        rows[name] = oracle.judged(rows[name], errors, oracle.tolerance(case.cell, "tf32"))
+        if rows[name].status == "wrong":
             del run[name]
     timed_scans(run, rows, case.T, settings, progress)
     yield from rows.values()
@@ -244,29 +239,23 @@ def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
     case = cases.MEMORY
     if not settings.wants_case(str(case)):
         return
-    first_calls = FirstCalls(settings.first_call_limit, settings.profile)
     numbers = cases.make_inputs(case)
     truth = Oracle(case, lambda dtype, resets: Inputs(numbers).jax(dtype, resets))
     for provider in compared(settings):
         progress(provider.name)
         inputs = Inputs(numbers)
-        ready, rows = harness.prepare([provider], case, inputs, first_calls)
+        ready, rows = harness.prepare([provider], case, inputs, settings)
         del inputs  # so that PyTorch counts only the memory that the pass keeps
-        row = rows.get(provider.name, Row(str(case), provider.name, ours=provider.ours))
-        target = cases.MEMORY_TARGETS_GB.get(provider.name)
-        row = dataclasses.replace(row, unit="GB", target=target, note=harness.note(provider, case))
         if provider.name in ready:
-            checked = oracle.check(provider, ready[provider.name], truth)
+            row = oracle.check(provider, ready[provider.name], truth)
             truth.forget()
-            if isinstance(checked, Row):
-                row = dataclasses.replace(row, status=checked.status, reason=checked.reason, error=checked.error)
-            else:
+            if row.status == "measured":
                 size, method = harness.peak_bytes(ready[provider.name])
-                row = dataclasses.replace(
-                    row, value=size / 1e9, low=size / 1e9, high=size / 1e9, calls=1, method=method,
-                    error_of=checked[0], error=checked[1],
-                )  # fmt: skip
-        yield row
+                row = row.measured_once(size / 1e9, method)
+        else:
+            row = rows[provider.name]
+        target = cases.MEMORY_TARGETS_GB.get(provider.name)
+        yield dataclasses.replace(row, unit="GB", target=target, note=harness.note(provider, case))
         del ready
         harness.release()
 
@@ -283,32 +272,27 @@ def compile(settings: Settings, progress: Progress) -> Iterator[Row]:
         for provider in compared(settings):
             progress(f"{case} {provider.name}")
             ours = provider.name.startswith("jaxrnn")
-            row = Row(str(case), provider.name, ours=provider.ours, unit="s")
-            if reason := provider.unavailable():
-                yield dataclasses.replace(row, status="unavailable", reason=reason)
-            elif reason := provider.unsupported(case):
-                yield dataclasses.replace(row, status="unsupported", reason=reason)
+            row = dataclasses.replace(provider.row(case), unit="s")
+            if problem := provider.excluded(case):
+                status, reason = problem
+                yield dataclasses.replace(row, status=status, reason=reason)
             else:
                 limits: dict[str, Any] = {"limit": settings.first_call_limit, "profile": settings.profile}
                 call = first_call.run(provider.name, case, cold=True, **limits)
                 row = dataclasses.replace(row, target=cases.COMPILE_TARGET_S if ours else None)
-                yield of_first_call(row, call, settings, "one process, empty caches, imports not counted")
+                yield of_first_call(row, call, "one process, empty caches, imports not counted")
                 if provider.name in IN_A_SECOND_PROCESS:
                     call = first_call.run_twice(provider.name, case, **limits)
                     target = cases.SECOND_PROCESS_TARGET_S if ours else None
                     row = dataclasses.replace(row, case=f"{case}, second process", target=target)
-                    yield of_first_call(row, call, settings, "a process after another one, imports not counted")
+                    yield of_first_call(row, call, "a process after another one, imports not counted")
 
 
-def of_first_call(row: Row, call: first_call.FirstCall, settings: Settings, method: str) -> Row:
+def of_first_call(row: Row, call: first_call.FirstCall, method: str) -> Row:
     """Returns `row` with the seconds of a first call, or with the reason why there are none."""
-    if call.reason == first_call.UNFINISHED:
-        reason = f"first call unfinished after {settings.first_call_limit:g} s"
-        return dataclasses.replace(row, status="unfinished", reason=reason)
     if call.seconds is None:
-        return dataclasses.replace(row, status="failed", reason=call.reason)
-    s = call.seconds
-    return dataclasses.replace(row, value=s, low=s, high=s, calls=1, method=method)
+        return dataclasses.replace(row, status=call.status, reason=call.reason)
+    return row.measured_once(call.seconds, method)
 
 
 # Accuracy.

@@ -145,9 +145,9 @@ def test_provider_passes_the_check(name, case):
     assert provider.unavailable() is None
     inputs, truth = numbers_and_truth(case)
     checked = check(provider, ready(provider.build(case, inputs)), truth)
-    assert not isinstance(checked, Row), checked.reason
+    assert checked.status == "measured", checked.reason
     rounds = provider.precision == "bf16" or jax.default_backend() == "gpu"
-    assert checked[1] < (tolerance(case.cell, "bf16") if rounds else 2e-6)
+    assert checked.error < (tolerance(case.cell, "bf16") if rounds else 2e-6)
 
 
 def ready(built):
@@ -161,7 +161,7 @@ def test_provider_with_vmap_passes_the_check(name):
     case = Case("gru", 3, 5, 8, reset_rate=0.2, models=2)
     inputs, truth = numbers_and_truth(case)
     checked = check(providers.PROVIDERS[name], ready(providers.PROVIDERS[name].build(case, inputs)), truth)
-    assert not isinstance(checked, Row), checked.reason
+    assert checked.status == "measured", checked.reason
 
 
 RELU = Case("simple_relu", 5, 4, 12, reset_rate=0.3)
@@ -178,7 +178,7 @@ def test_wrong_provider_is_not_timed(case):
         return built.jitted(weights, xs, rest | {"resets": np.zeros_like(rest["resets"])}, ct_ys)
 
     row = check(flax, providers.Ready(without_resets, built.canonical), truth)
-    assert isinstance(row, Row) and row.status == "wrong" and row.value is None
+    assert row.status == "wrong" and row.value is None
     assert row.error_of in row.reason
 
 
@@ -199,7 +199,7 @@ def test_check_applies_the_tolerance_of_the_cell(case, error, timed):
     one = ready(provider.build(case, inputs))
     wrong = dataclasses.replace(one, canonical=lambda x: {k: (1 + error) * y for k, y in one.canonical(x).items()})
     checked = check(provider, wrong, truth)
-    assert isinstance(checked, Row) != timed
+    assert (checked.status == "measured") == timed
     if not timed:
         assert checked.reason.endswith(f"more than {tolerance(case.cell, 'tf32'):g}")
 
@@ -346,7 +346,7 @@ def test_wrong_step_is_not_timed(monkeypatch, torch_on_the_cpu):
     def build(case, inputs):
         return provider.build(dataclasses.replace(case, reset_rate=0.0), inputs)
 
-    (row,) = harness.time_steps(case, [dataclasses.replace(provider, build=build)], Settings(), harness.FirstCalls(1.0))
+    (row,) = harness.time_steps(case, [dataclasses.replace(provider, build=build)], Settings())
     assert row.status == "wrong" and row.value is None and row.reason.startswith("not timed: ys is off by")
 
 
@@ -360,10 +360,10 @@ def test_provider_with_its_own_graphs_is_checked_on_the_third_call():
         calls.append(None)
         return jax.tree.map(lambda x: x * (1.0 if len(calls) < 3 else 2.0), built.run())
 
-    assert not isinstance(check(flax, providers.Ready(run, built.canonical), truth), Row)
+    assert check(flax, providers.Ready(run, built.canonical), truth).status == "measured"
     calls.clear()
     row = check(flax, providers.Ready(run, built.canonical, own_graphs=True), truth)
-    assert isinstance(row, Row) and row.status == "wrong" and len(calls) == 3
+    assert row.status == "wrong" and len(calls) == 3
 
 
 DOT = r" dot\(| custom-call\(.*matmul"
@@ -377,7 +377,7 @@ def test_looped_passes_compute_everything_in_every_iteration(name):
     built = provider.build(TINY[0], inputs)
     many = harness.trace_loop(built, 3)()
     checked = check(provider, providers.Ready(many, built.canonical), truth)
-    assert not isinstance(checked, Row), checked.reason
+    assert checked.status == "measured", checked.reason
     once = built.jitted.lower(*built.args).compile().as_text()
     before, entry = many.func.as_text().split("ENTRY ")
     assert not re.search(DOT, entry) and "while(" in entry
@@ -389,29 +389,29 @@ def test_wrong_loop_is_not_timed(monkeypatch):
     monkeypatch.setattr(harness, "_MOST_PASSES", 3)
     inputs, truth = numbers_and_truth(TINY[0])
     provider = providers.PROVIDERS["flax"]
-    prepared, _ = harness.prepare([provider], TINY[0], inputs, harness.FirstCalls(1.0))
+    prepared, _ = harness.prepare([provider], TINY[0], inputs, Settings())
     one = prepared["flax"]
-    clock, *_ = harness.checked_clocks([provider], {"flax": one}, truth)["flax"]
-    assert clock.method == "jitted calls, enqueued, of 3 passes in a loop"
+    _, clocks = harness.checked_clocks([provider], {"flax": one}, truth)
+    assert clocks["flax"].method == "jitted calls, enqueued, of 3 passes in a loop"
     wrong = dataclasses.replace(one, loop=lambda _: lambda: lambda: jax.tree.map(lambda x: 2 * x, one.run()))
-    row = harness.checked_clocks([provider], {"flax": wrong}, truth)["flax"]
-    assert isinstance(row, Row) and row.status == "wrong"
+    rows, clocks = harness.checked_clocks([provider], {"flax": wrong}, truth)
+    assert rows["flax"].status == "wrong" and not clocks
 
 
 def test_a_loop_that_cannot_be_compiled_becomes_a_row(monkeypatch):
     monkeypatch.setattr(harness, "_LOOPED_SECONDS", 60.0)
     inputs, truth = numbers_and_truth(TINY[0])
     chosen = [providers.PROVIDERS[name] for name in ("flax", "jaxrnn-xla")]
-    prepared, _ = harness.prepare(chosen, TINY[0], inputs, harness.FirstCalls(1.0))
+    prepared, _ = harness.prepare(chosen, TINY[0], inputs, Settings())
 
     def fails(*_):
         raise RuntimeError("no space left")
 
     for loop in (fails, lambda _: fails):
         broken = dataclasses.replace(prepared["flax"], loop=loop)
-        found = harness.checked_clocks(chosen, prepared | {"flax": broken}, truth)
-        assert found["flax"].status == "failed" and found["flax"].reason == "RuntimeError: no space left"
-        assert found["jaxrnn-xla"][0].method.endswith("passes in a loop")
+        rows, clocks = harness.checked_clocks(chosen, prepared | {"flax": broken}, truth)
+        assert rows["flax"].status == "failed" and rows["flax"].reason == "RuntimeError: no space left"
+        assert list(clocks) == ["jaxrnn-xla"] and clocks["jaxrnn-xla"].method.endswith("passes in a loop")
 
 
 def test_clock_of_loops_counts_passes(monkeypatch):
@@ -464,7 +464,7 @@ def test_every_provider_of_a_timed_case_has_a_row(monkeypatch):
     chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax", "jax-cudnn-lstm")] + [fake, broken]
     settings = Settings(seconds=0.01, rounds=3)
     monkeypatch.setattr(harness, "_AT_ONCE", 2)
-    several = harness.time_cases(TINY, chosen, settings, harness.FirstCalls(1.0), lambda case: {"jaxrnn-xla": case.B})
+    several = harness.time_cases(TINY, chosen, settings, lambda case: {"jaxrnn-xla": case.B})
     rows, *others = several
     assert [{row.case for row in rows} for rows in others] == [{str(case)} for case in TINY[1:]]
     assert [row.provider for row in rows] == [provider.name for provider in chosen]
@@ -480,7 +480,7 @@ def test_first_calls_are_made_before_anything_is_compiled(monkeypatch):
     monkeypatch.setattr(harness.FirstCalls, "problem", lambda self, provider, case: order.append("first call"))
     monkeypatch.setattr(harness, "compile_in", lambda *args: (order.append("compile"), compile_in(*args))[1])
     chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax")]
-    rows = list(harness.time_cases(TINY, chosen, Settings(seconds=0.01, rounds=2), harness.FirstCalls(1.0)))
+    rows = list(harness.time_cases(TINY, chosen, Settings(seconds=0.01, rounds=2)))
     assert [row.status for case in rows for row in case] == ["measured"] * 4
     assert order == ["first call"] * 4 + ["compile"] * 4
 
@@ -507,9 +507,9 @@ def test_compile_times_a_first_call_and_one_after_another_process(monkeypatch):
     assert cold and not none and before == after != ""
 
 
-@pytest.mark.parametrize("reason", [harness.first_call.UNFINISHED, "no memory"])
-def test_a_second_process_is_not_timed_if_the_first_one_fails(reason, monkeypatch):
-    failed = harness.first_call.FirstCall(reason=reason)
+@pytest.mark.parametrize("status", ["unfinished", "failed"])
+def test_a_second_process_is_not_timed_if_the_first_one_fails(status, monkeypatch):
+    failed = harness.first_call.FirstCall(None, status, "no memory")
     monkeypatch.setattr(harness.first_call, "run", lambda *_, **__: failed)
     assert harness.first_call.run_twice("jaxrnn", cases.COMPILE[0], limit=1.0) == failed
 
@@ -519,10 +519,10 @@ def test_unfinished_first_call_skips_the_provider_in_wider_cases(monkeypatch):
 
     def never(name, case, limit, cold=False, profile=""):
         calls.append(case)
-        return harness.first_call.FirstCall(reason=harness.first_call.UNFINISHED)
+        return harness.first_call.FirstCall(None, "unfinished", f"first call unfinished after {limit:g} s")
 
     monkeypatch.setattr(harness.first_call, "run", never)
-    first_calls, slow = harness.FirstCalls(7.0), providers.PROVIDERS["torchrl"]
+    first_calls, slow = harness.FirstCalls(Settings(first_call_limit=7.0)), providers.PROVIDERS["torchrl"]
     wide, wider = Case("gru", 64, 128, 256), Case("lstm", 1, 128, 512)
     assert first_calls.problem(slow, wide) == ("unfinished", "first call unfinished after 7 s")
     assert first_calls.problem(slow, wider)[0] == "skipped"
