@@ -20,6 +20,7 @@ Precision = Literal["tf32", "bf16"]  # of matrix products
 # The cells that every suite measures. `CELLS` below has rows of the others.
 MEASURED = ("gru", "lstm")
 NUMPY_DTYPES: dict[Dtype, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
+DTYPES: dict[Dtype, str] = {"f32": "float32", "bf16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +189,71 @@ class Split(NamedTuple):
 # Weak scaling with 1024 environments per GPU, then strong scaling with 1024 environments in all.
 PPO_SPLITS = (Split(1024, 1), Split(2048, 2), Split(4096, 4), Split(1024, 2), Split(1024, 4))
 PPO_STEPS_AN_ENV = 8192
+
+
+NormKind = Literal["rms", "layer"]
+Direction = Literal["fwd", "bwd"]
+NORM_NAMES: dict[NormKind, str] = {"rms": "RMSNorm", "layer": "LayerNorm"}
+DIRECTIONS: dict[Direction, str] = {"fwd": "forward", "bwd": "backward"}
+
+
+@dataclasses.dataclass(frozen=True)
+class NormCase:
+    """One shape of a norm, forward or backward.
+
+    Attributes:
+      kind: "rms", with a weight, or "layer", with a weight and a bias.
+      direction: forward (y), or backward (gradients of x, weight and bias).
+      dtype: the dtype of all arrays.
+      rows: the number of rows.
+      columns: the length of a row.
+    """
+
+    kind: NormKind
+    direction: Direction
+    dtype: Dtype
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        """Returns a label such as `RMSNorm fwd bf16 8192x8192`."""
+        return f"{NORM_NAMES[self.kind]} {self.direction} {self.dtype} {self.rows}x{self.columns}"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return ("weight",) if self.kind == "rms" else ("weight", "bias")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results."""
+        return ("y",) if self.direction == "fwd" else ("dx", *(f"d{name}" for name in self.parameters))
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that the norm must move: those of x and y, or of x, dy and dx."""
+        size = np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
+        return (2 if self.direction == "fwd" else 3) * self.rows * self.columns * size
+
+    @property
+    def target(self) -> float | None:
+        """The share of a copy's bandwidth that the kernels should reach on an H200; None without a target."""
+        if self.dtype != "bf16" or (self.rows, self.columns) not in WIDE_NORMS:
+            return None
+        return 0.92 if self.direction == "fwd" and self.columns >= 2048 else 0.85
+
+
+WIDE_NORMS = ((8192, 8192), (16384, 4096), (32768, 2048), (32768, 512), (32768, 8192), (32768, 32768))
+# Shapes of an agent: T * B rows of H columns.
+RECURRENT_NORMS = tuple((rows, columns) for columns in (64, 128, 256, 512, 1024) for rows in (8192, 524288))
+# Both directions of a shape are adjacent, and so are shapes that share compiled code.
+NORMS = tuple(
+    NormCase(kind, direction, dtype, rows, columns)
+    for dtype in ("bf16", "f32")
+    for kind in NORM_NAMES
+    for rows, columns in (*WIDE_NORMS, *RECURRENT_NORMS)
+    for direction in DIRECTIONS
+)
 
 
 def find(label: str) -> Case:

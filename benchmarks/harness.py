@@ -344,11 +344,11 @@ def _time_ready_steps(
     return rows
 
 
-def timed(row: Row, spread: timing.Spread, wall: timing.Spread, *, scale: float, method: str) -> Row:
+def timed(row: Row, spread: timing.Spread, wall: timing.Spread | None, *, scale: float, method: str) -> Row:
     """Returns `row` with its figures; `scale` converts seconds to its unit."""
     return dataclasses.replace(
         row, value=scale * spread.median, low=scale * spread.low, high=scale * spread.high, calls=spread.calls,
-        wall=scale * wall.median, method=method,
+        wall=None if wall is None else scale * wall.median, method=method,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxrnn.cells import CELLS
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from benchmarks.cases import Case, Dtype, Precision
+    from benchmarks.cases import Case, Dtype, NormCase, Precision
     from benchmarks.providers import Provider, Ready
     from benchmarks.results import Row
 
@@ -71,6 +71,20 @@ def with_gradients(cell: str, inputs: Arrays, **options: Any) -> Arrays:
     return {"ys": ys, **{"d" + name: x for name, x in gradients.items()}}
 
 
+class Truth(Protocol):
+    """The correct results of a case, which those of providers are compared with."""
+
+    @property
+    def case(self) -> Case | NormCase:
+        """The case."""
+
+    def errors(self, provider: Provider, results: dict[str, Any], names: Sequence[str] | None = None) -> Errors:
+        """Returns the errors of a provider's results, which are all of them or those in `names`."""
+
+    def tolerance(self, provider: Provider) -> float:
+        """Returns the largest relative error with which a provider is still timed."""
+
+
 class Oracle:
     """The outputs and gradients of a case in float64, computed at their first use."""
 
@@ -100,6 +114,15 @@ class Oracle:
             with jax.enable_x64(True):
                 self._results[dtype, resets] = run(self._arrays(dtype, resets))
         return self._results[dtype, resets]
+
+    def errors(self, provider: Provider, results: dict[str, Any], names: Sequence[str] | None = None) -> Errors:
+        """Returns the errors of a provider's results, which are all outputs and gradients or those in `names`."""
+        got, want = to_jax(results), self.want(provider.dtype, provider.resets)
+        return errors(got, want if names is None else {name: want[name] for name in names})
+
+    def tolerance(self, provider: Provider) -> float:
+        """Returns the largest error with which a provider is still timed."""
+        return tolerance(self.case.cell, provider.precision)
 
     def forget(self) -> None:
         """Frees the results."""
@@ -153,8 +176,8 @@ def judged(row: Row, errors: Errors, limit: float, difference: str = "is off by"
     return dataclasses.replace(row, status="wrong", reason=reason)
 
 
-def check(provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[str] | None = None) -> Row:
-    """Runs one pass and compares all outputs and gradients, or only `names`, with the oracle.
+def check(provider: Provider, ready: Ready, truth: Truth, *, names: Sequence[str] | None = None) -> Row:
+    """Runs one pass and compares all outputs and gradients, or only `names`, with the correct ones.
 
     Returns a row without a figure, which is marked as wrong or failed if the provider is not to be timed.
     """
@@ -162,9 +185,7 @@ def check(provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[st
     try:
         for _ in range(2 if ready.own_graphs else 0):
             ready.run()  # the first call warms up, the second records the graphs
-        got = to_jax(ready.canonical(ready.run()))
-        want = truth.want(provider.dtype, provider.resets)
-        found = errors(got, want if names is None else {name: want[name] for name in names})
+        errors = truth.errors(provider, ready.canonical(ready.run()), names)
     except Exception as error:
         return row.failed(error)
-    return judged(row, found, tolerance(truth.case.cell, provider.precision))
+    return judged(row, errors, truth.tolerance(provider))

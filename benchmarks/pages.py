@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import cases, norms
+from benchmarks import cases
 from benchmarks.oracle import tolerance
 from benchmarks.report import number, times, versions
 from benchmarks.results import RESULTS, AgentRow, Report, Row
@@ -424,19 +424,18 @@ def norm_shares(shapes: Iterable[tuple[int, int]]) -> str:
     """Returns a table of the shares of a copy's bandwidth, and where another implementation has a larger one."""
     found, shapes = figures("norm"), sorted(shapes, key=lambda shape: (shape[1], shape[0]))
     names = {"jaxrnn": "jaxrnn", "xla": "XLA", "torch-compile": "`torch.compile`"}
-    kinds = {(case.kind, case.direction, case.dtype): None for case in norms.cases()}
+    kinds = {(case.kind, case.direction, case.dtype): None for case in cases.NORMS}
     rows, gaps = [], {}
     for kind, direction, dtype in sorted(kinds, key=lambda x: (x[0] == "layer", x[2] == "f32", x[1] == "bwd")):
         cells = []
         for shape in shapes:
-            case = str(norms.NormCase(kind, direction, dtype, *shape))
+            case = str(cases.NormCase(kind, direction, dtype, *shape))
             shares = [found[case, name] for name in names]
             cells.append(" / ".join(f"{share:.2f}" for share in shares))
             if max(shares) > shares[0]:
                 best = [*names.values()][shares.index(max(shares))]
                 gaps[case] = max(shares) - shares[0], f"{best} has {max(shares):.2f}, ours {shares[0]:.2f}"
-        heading = f"{norms.NAMES[kind]} {'forward' if direction == 'fwd' else 'backward'}"
-        rows.append((f"{heading}, {'bfloat16' if dtype == 'bf16' else 'float32'}", *cells))
+        rows.append((f"{cases.NORM_NAMES[kind]} {cases.DIRECTIONS[direction]}, {cases.DTYPES[dtype]}", *cells))
     where = f"XLA or `torch.compile` has a larger share in {len(gaps)} of these {len(rows) * len(shapes)} cells."
     if gaps:
         case, (_, largest) = max(gaps.items(), key=lambda item: item[1][0])
@@ -447,13 +446,13 @@ def norm_shares(shapes: Iterable[tuple[int, int]]) -> str:
 
 def large_norms() -> str:
     """The shares of large arrays."""
-    return norm_shares(norms.WIDE)
+    return norm_shares(cases.WIDE_NORMS)
 
 
 def small_norms() -> str:
     """The shares of the smaller arrays of an agent."""
-    fewest = min(rows for rows, _ in norms.RECURRENT)
-    return norm_shares(shape for shape in norms.RECURRENT if shape[0] == fewest)
+    fewest = min(rows for rows, _ in cases.RECURRENT_NORMS)
+    return norm_shares(shape for shape in cases.RECURRENT_NORMS if shape[0] == fewest)
 
 
 # PyTorch.

@@ -12,7 +12,7 @@ from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from benchmarks import cases, norms
+from benchmarks import cases
 from benchmarks.report import number, times, versions
 from benchmarks.results import AgentRow, Report, Row
 
@@ -256,14 +256,14 @@ def norm(report: Report) -> Figure:
     figure = _figure(report, 6)
     values = _values(report)
     panels = figure.subplots(2, 2, sharex=True, sharey=True, squeeze=False)
-    for i, (kind, title) in enumerate(norms.NAMES.items()):
-        for j, direction in enumerate(("fwd", "bwd")):
+    for i, (kind, title) in enumerate(cases.NORM_NAMES.items()):
+        for j, direction in enumerate(cases.DIRECTIONS):
             axes = panels[i][j]
-            axes.set_title(f"{title}, {'forward' if direction == 'fwd' else 'backward'}, bfloat16")
+            axes.set_title(f"{title}, {cases.DIRECTIONS[direction]}, bfloat16")
             axes.grid()
             axes.axhline(1, color="C5", linewidth=0.8)
             chosen = [
-                case for case in norms.cases() if (case.kind, case.direction, case.dtype) == (kind, direction, "bf16")
+                case for case in cases.NORMS if (case.kind, case.direction, case.dtype) == (kind, direction, "bf16")
             ]
             largest = {case.columns: case for case in sorted(chosen, key=lambda case: case.rows)}
             for name, (color, marker, legend, line) in NORM_STYLES.items():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from benchmarks.cases import Case, Dtype, Precision
+    from benchmarks.cases import Case, Dtype, NormCase, Precision
     from benchmarks.results import Status
 
     Arrays = dict[str, jax.Array]
@@ -62,7 +62,7 @@ class Inputs:
 
         if (dtype, True) not in self._torch:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            to = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+            to = getattr(torch, cases.DTYPES[dtype])
             tensors = {
                 name: torch.from_numpy(x).to(device) if x.dtype == bool else torch.from_numpy(x).to(device).to(to)
                 for name, x in self.numpy.items()
@@ -110,12 +110,11 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """One way to compute a pass.
+    """One way to compute a pass of a recurrence or of a norm; all but `name` and `build` is of recurrences.
 
     Attributes:
       name: the name in tables.
-      build: returns the pass of a case.
-      note: a description in one line.
+      build: returns the pass of a case, given its inputs: `Inputs` or, of a norm, `norms.Inputs`.
       cells: the cells that it supports.
       dtype: the dtype of its inputs.
       precision: the precision of its matrix products, which `oracle.tolerance` takes.
@@ -127,8 +126,7 @@ class Provider:
     """
 
     name: str
-    build: Callable[[Case, Inputs], JaxPass | Ready]
-    note: str
+    build: Callable[[Any, Any], JaxPass | Ready]
     cells: tuple[str, ...] = cases.MEASURED
     dtype: Dtype = "f32"
     precision: Precision = "tf32"
@@ -143,7 +141,7 @@ class Provider:
         """The provider of this project that it is compared with."""
         return "jaxrnn-bf16" if self.precision == "bf16" else "jaxrnn"
 
-    def row(self, case: Case) -> Row:
+    def row(self, case: Case | NormCase) -> Row:
         """Returns its row of a case, without a figure."""
         return Row(str(case), self.name, ours=self.ours)
 
@@ -646,86 +644,61 @@ def flashrnn_pass(case: Case, inputs: Inputs) -> Ready:
 EVERY_CELL = tuple(cells.CELLS)
 ALL = (
     Provider(
-        "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), "this project, residuals stored",
-        cells=EVERY_CELL, reset_states=True, needs=("torch", "triton"),
-    ),
-    Provider(
-        "jaxrnn-remat", functools.partial(jaxrnn_pass, implementation="triton", remat=True),
-        "this project, gates recomputed", cells=EVERY_CELL, reset_states=True, needs=("torch", "triton"),
-    ),
-    Provider(
-        "jaxrnn-bf16", functools.partial(jaxrnn_pass, implementation="triton", dtype="bf16"),
-        "this project, all arrays in bfloat16", cells=EVERY_CELL, reset_states=True, dtype="bf16",
-        precision="bf16", needs=("torch", "triton"),
-    ),
-    Provider(
-        "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), "this project, implementation=None",
-        cells=EVERY_CELL, reset_states=True,
-    ),
-    Provider(
-        "jaxrnn-default-bf16", functools.partial(jaxrnn_pass, implementation=None, dtype="bf16"),
-        "this project, implementation=None, all arrays in bfloat16", cells=EVERY_CELL, reset_states=True, dtype="bf16",
-        precision="bf16",
-    ),
-    Provider(
-        "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), "this project's Flax module",
-        cells=EVERY_CELL, needs=("torch", "triton"),
-    ),
-    Provider(
-        "jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan", cells=EVERY_CELL,
-        reset_states=True,
-    ),
-    Provider(
-        "flax", flax_pass, "Flax's cell in nn.scan, as in JAX RL agents",
-        cells=tuple(name for name, cell in FLAX.items() if cell.linen is not None),
-    ),
-    Provider(
-        "hoisted-scan", hoisted_scan_pass, "lax.scan by hand: projection hoisted, unroll 8", cells=EVERY_CELL,
-        reset_states=True,
-    ),
-    Provider(
-        "jax-cudnn-lstm", jax_cudnn_pass, "jax.experimental.rnn, without resets", cells=("lstm",), resets=False,
-        vmap=False,
-    ),
-    Provider(
-        "torch_bridge", torch_bridge_pass, "this project's modules for PyTorch, eager", vmap=False,
+        "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), cells=EVERY_CELL, reset_states=True,
         needs=("torch", "triton"),
     ),
     Provider(
-        "torch_bridge-compiled", functools.partial(torch_bridge_pass, compiler={}),
-        "this project's modules for PyTorch, torch.compile", vmap=False, needs=("torch", "triton"),
+        "jaxrnn-remat", functools.partial(jaxrnn_pass, implementation="triton", remat=True), cells=EVERY_CELL,
+        reset_states=True, needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-bf16", functools.partial(jaxrnn_pass, implementation="triton", dtype="bf16"), cells=EVERY_CELL,
+        reset_states=True, dtype="bf16", precision="bf16", needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), cells=EVERY_CELL, reset_states=True,
+    ),
+    Provider(
+        "jaxrnn-default-bf16", functools.partial(jaxrnn_pass, implementation=None, dtype="bf16"), cells=EVERY_CELL,
+        reset_states=True, dtype="bf16", precision="bf16",
+    ),
+    Provider(
+        "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), cells=EVERY_CELL,
+        needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), cells=EVERY_CELL, reset_states=True,
+    ),
+    Provider("flax", flax_pass, cells=tuple(name for name, cell in FLAX.items() if cell.linen is not None)),
+    Provider("hoisted-scan", hoisted_scan_pass, cells=EVERY_CELL, reset_states=True),
+    Provider("jax-cudnn-lstm", jax_cudnn_pass, cells=("lstm",), resets=False, vmap=False),
+    Provider("torch_bridge", torch_bridge_pass, vmap=False, needs=("torch", "triton")),
+    Provider(
+        "torch_bridge-compiled", functools.partial(torch_bridge_pass, compiler={}), vmap=False,
+        needs=("torch", "triton"),
     ),
     Provider(
         "torch_bridge-cudagraphs",
-        functools.partial(torch_bridge_pass, compiler={"mode": "reduce-overhead"}, own_graphs=True),
-        'this project, torch.compile(mode="reduce-overhead")', vmap=False, needs=("torch", "triton"),
+        functools.partial(torch_bridge_pass, compiler={"mode": "reduce-overhead"}, own_graphs=True), vmap=False,
+        needs=("torch", "triton"),
     ),
-    Provider("torch-cudnn", torch_pass, "torch.nn, without resets", resets=False, vmap=False, needs=("torch",)),
+    Provider("torch-cudnn", torch_pass, resets=False, vmap=False, needs=("torch",)),
     Provider(
-        "torch-cudnn-bf16", functools.partial(torch_pass, dtype="bf16"), "torch.nn in bfloat16, without resets",
-        dtype="bf16", precision="bf16", resets=False, vmap=False, needs=("torch",),
+        "torch-cudnn-bf16", functools.partial(torch_pass, dtype="bf16"), dtype="bf16", precision="bf16", resets=False,
+        vmap=False, needs=("torch",),
     ),
-    Provider("torch-cudnn-packed", torch_packed_pass, "torch.nn, packed episodes", vmap=False, needs=("torch",)),
+    Provider("torch-cudnn-packed", torch_packed_pass, vmap=False, needs=("torch",)),
     Provider(
-        "torch-cudnn-packed-bf16", functools.partial(torch_packed_pass, dtype="bf16"),
-        "torch.nn in bfloat16, packed episodes", dtype="bf16", precision="bf16", vmap=False, needs=("torch",),
+        "torch-cudnn-packed-bf16", functools.partial(torch_packed_pass, dtype="bf16"), dtype="bf16", precision="bf16",
+        vmap=False, needs=("torch",),
     ),
+    Provider("torch-cell", torch_cell_pass, vmap=False, needs=("torch",)),
+    Provider("torchrl", torchrl_pass, vmap=False, needs=("torch", "triton", "torchrl"), bounded=True),
     Provider(
-        "torch-cell", torch_cell_pass, "torch.nn.GRUCell and LSTMCell in a loop", vmap=False, needs=("torch",),
-    ),
-    Provider(
-        "torchrl", torchrl_pass, "TorchRL's Triton kernels, TF32", vmap=False, needs=("torch", "triton", "torchrl"),
-        bounded=True,
-    ),
-    Provider(
-        "torchrl-bf16", functools.partial(torchrl_pass, bf16=True),
-        "TorchRL's Triton kernels, float32 arrays and bfloat16 products", precision="bf16", vmap=False,
+        "torchrl-bf16", functools.partial(torchrl_pass, bf16=True), precision="bf16", vmap=False,
         needs=("torch", "triton", "torchrl"), bounded=True,
     ),
-    Provider(
-        "flashrnn", flashrnn_pass, "FlashRNN's CUDA kernels, without resets", resets=False, vmap=False,
-        needs=("torch", "flashrnn"), bounded=True,
-    ),
+    Provider("flashrnn", flashrnn_pass, resets=False, vmap=False, needs=("torch", "flashrnn"), bounded=True),
 )  # fmt: skip
 
 PROVIDERS = {provider.name: provider for provider in ALL}

@@ -1,6 +1,7 @@
 """Tests `benchmarks`, mostly without a GPU: cases, providers against the oracle, statistics, tables, figures, JSON."""
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import io
@@ -1081,10 +1082,8 @@ def test_timed_launch_computes_the_same_as_the_native_call():
 
 
 def test_norm_suite_has_all_shapes_and_targets():
-    from benchmarks import norms
-
     shapes = [(8192, 8192), (16384, 4096), (32768, 2048), (32768, 512), (32768, 8192), (32768, 32768)]
-    chosen = norms.cases()
+    chosen = cases.NORMS
     assert len({str(case) for case in chosen}) == len(chosen) == 2 * 2 * 2 * 16
     for shape in shapes + [(rows, n) for rows in (8192, 524288) for n in (64, 128, 256, 512, 1024)]:
         of_shape = [case for case in chosen if (case.rows, case.columns) == shape]
@@ -1094,7 +1093,7 @@ def test_norm_suite_has_all_shapes_and_targets():
         ("bwd", n): 0.85 for n in (512, 2048, 4096, 8192, 32768)
     }
     assert all(c.target is None for c in chosen if c.dtype == "f32" or (c.rows, c.columns) not in shapes)
-    one = norms.NormCase("rms", "bwd", "bf16", 8192, 4096)
+    one = cases.NormCase("rms", "bwd", "bf16", 8192, 4096)
     assert str(one) == "RMSNorm bwd bf16 8192x4096" and one.bytes == 3 * 2 * 8192 * 4096
 
 
@@ -1108,7 +1107,7 @@ NORM_CASES = [
 def test_norms_are_checked_and_timed(kind, direction, dtype):
     from benchmarks import norms
 
-    case = norms.NormCase(kind, direction, dtype, 40, 24)
+    case = cases.NormCase(kind, direction, dtype, 40, 24)
     settings = Settings(rounds=2, skip=("torch-compile", "jaxrnn"))
     rows = list(norms.norm(settings, lambda _: None, [case]))
     assert [row.provider for row in rows] == ["torch_bridge", "torch", "xla", "copy"]
@@ -1127,39 +1126,40 @@ def test_wrong_or_failed_norm_is_a_row():
 
     from benchmarks import norms
 
-    case = norms.NormCase("layer", "bwd", "f32", 40, 24)
+    case = cases.NormCase("layer", "bwd", "f32", 40, 24)
 
-    def wrong(case, arrays):
-        run = norms.build_eager(case, arrays)
-        return lambda: [x * 1.01 if i == 2 else x for i, x in enumerate(run())]
+    def wrong(case, inputs):
+        eager = norms.build_eager(case, inputs)
+        return dataclasses.replace(eager, run=lambda: [x * 1.01 if i == 2 else x for i, x in enumerate(eager.run())])
 
-    def broken(case, arrays):
+    def broken(case, inputs):
         raise RuntimeError("out of order\nsecond line")
 
-    def not_a_number(case, arrays):
-        return lambda: [torch.full_like(x, torch.nan) for x in norms.build_eager(case, arrays)()]
+    def not_a_number(case, inputs):
+        eager = norms.build_eager(case, inputs)
+        return dataclasses.replace(eager, run=lambda: [torch.full_like(x, torch.nan) for x in eager.run()])
 
-    providers = [
-        norms.Provider("torch_bridge", build=wrong), norms.Provider("broken", build=broken),
-        norms.Provider("nan", build=not_a_number), norms.Provider("xla", function=lambda case: None),
-        norms.Provider("copy", build=norms.build_copy),
-    ]  # fmt: skip
-    arrays = norms.make_arrays(case, "cpu")
-    programs = {("xla", case): RuntimeError("does not compile")}
-    rows = norms.time_case(case, providers, arrays, norms.Truth(case, arrays), programs, norms.HostClock(), 3)
+    def does_not_compile():
+        raise RuntimeError("does not compile")
+
+    _, _, _, eager, xla, copy = norms.ALL
+    builds = {"torch_bridge": wrong, "broken": broken, "nan": not_a_number}
+    chosen = [*itertools.starmap(providers.Provider, builds.items()), xla, copy]
+    arrays, settings = norms.make_arrays(case, "cpu"), Settings(rounds=1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        inputs = norms.Inputs(arrays, timing.HostStopwatch(), {("xla", case): pool.submit(does_not_compile)})
+    rows = norms.time_case(case, chosen, inputs, norms.Truth(case, arrays), settings)
     assert [row.status for row in rows] == ["wrong", "failed", "wrong", "failed", "measured"]
     assert rows[0].error_of == "dbias" and "dbias is off by 0.01" in rows[0].reason and report.broken(rows[0])
     assert rows[3].reason == "RuntimeError: does not compile"
-    alone = norms.time_case(case, [norms.ALL[3]], arrays, norms.Truth(case, arrays), {}, norms.HostClock(), 3)
+    alone = norms.time_case(case, [eager], inputs, norms.Truth(case, arrays), settings)
     assert alone[0].status == "failed" and "no copy to compare with" in alone[0].reason
 
 
 @pytest.mark.torch
 def test_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
-    from benchmarks import norms
-
     rows = []
-    for case in norms.cases():
+    for case in cases.NORMS:
         for name, value in (("torch_bridge", 0.9), ("torch", 0.3)):
             row = Row(str(case), name, ours="torch_bridge", unit="of copy", value=value, low=value, high=value)
             rows.append(dataclasses.replace(row, target=case.target if name == "torch_bridge" else None, note="9 us"))
@@ -1179,7 +1179,7 @@ def test_kernels_of_the_norm_suite_compile():
     from torch_bridge.tiling import Device
 
     for kind in ("rms", "layer"):
-        problems = norms.problems(norms.NormCase(kind, "bwd", "bf16", 8192, 512))
+        problems = norms.problems(cases.NormCase(kind, "bwd", "bf16", 8192, 512))
         assert [problem.direction for problem in problems] == ["fwd", "bwd"]
         assert all(Launch(problem, Device()).compile() for problem in problems)
 
@@ -1236,14 +1236,14 @@ def test_programs_of_the_norm_suite_accept_arrays_of_pytorch(direction, place):
 
     from benchmarks import norms
 
-    case = norms.NormCase("rms", direction, "f32", 6, 5)
-    provider = next(provider for provider in norms.ALL if provider.name == "xla")
-    clock = norms.HostClock()
+    case, stopwatch = cases.NormCase("rms", direction, "f32", 6, 5), timing.HostStopwatch()
     shapes = {"x": (6, 5), "dy": (6, 5)} | dict.fromkeys(case.parameters, (5,))
     arrays = {name: torch.ones(shape, device=place) for name, shape in shapes.items()}
-    programs = {(provider.name, case): norms.compile_program(case, provider, clock)}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        lower = functools.partial(norms.lower_program, "xla", case, stopwatch)
+        inputs = norms.Inputs(arrays, stopwatch, {("xla", case): harness.compile_in(pool, lower)})
     assert len(jax.devices()) > 1
-    results = norms._call(case, provider, arrays, programs, clock)()
+    results = norms.jax_call("xla", case, inputs).run()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
 
 
@@ -1255,9 +1255,9 @@ def test_norms_on_the_gpu_are_checked_and_timed():
 
     settings = Settings(rounds=2)
     for kind, direction in (("rms", "fwd"), ("layer", "bwd")):
-        for shape in ((4096, 2048), norms.RECURRENT[2]):
+        for shape in ((4096, 2048), cases.RECURRENT_NORMS[2]):
             begin = time.perf_counter()
-            rows = list(norms.norm(settings, lambda _: None, [norms.NormCase(kind, direction, "bf16", *shape)]))
+            rows = list(norms.norm(settings, lambda _: None, [cases.NormCase(kind, direction, "bf16", *shape)]))
             most = (time.perf_counter() - begin) * 1e6
             assert [row.provider for row in rows] == [provider.name for provider in norms.ALL]
             for row in rows:
