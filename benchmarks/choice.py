@@ -15,9 +15,9 @@ import itertools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks import cases, harness, oracle, timing
+from benchmarks.providers import Inputs
 from benchmarks.results import Row
 from torch_bridge.cells import CELLS as SPECS
 
@@ -125,34 +125,23 @@ PROBLEMS = tuple(dict.fromkeys((*_grid(), *_CODE_BASES, *_SEEDS, *_STEPS, *_FORW
 def make_arrays(problem: Problem) -> Arrays:
     """Returns operands, resets and the cotangent of the outputs, and a reset state if the problem has one."""
     case = cases.Case(problem.cell, problem.B, problem.T, problem.H, models=problem.models)
-    arrays = dict(cases.make_inputs(case))
+    arrays = cases.make_inputs(case)
     if problem.reset_state:
         names = ("reset_h",) if problem.cell == "gru" else ("reset_c", "reset_h")
         arrays |= {name: arrays["h0"][..., 0, :] for name in names}
-    dtype = cases.NUMPY_DTYPES[problem.dtype]
-    return jax.device_put({name: x if x.dtype == bool else x.astype(dtype) for name, x in arrays.items()})
+    return Inputs(arrays).jax(problem.dtype, resets=True)
 
 
 def run(problem: Problem, implementation: Any, arrays: Arrays) -> Arrays:
     """Returns the outputs and, if the problem has gradients, those of weights, inputs and reset states."""
-    fixed: Arrays = {name: arrays[name] for name in ("h0", "c0", "resets", "ct_ys") if name in arrays}
-    differentiated = {name: x for name, x in arrays.items() if name not in fixed}
-
-    def forward(differentiated: Arrays) -> jax.Array:
-        options: dict[str, Any] = {"implementation": implementation, "precision": problem.precision}
-        return oracle.forward(problem.cell, differentiated, fixed, **options)
-
-    if not problem.gradients:
-        return {"ys": forward(differentiated)}
-    ys, vjp = jax.vjp(forward, differentiated)
-    (gradients,) = vjp(fixed["ct_ys"])
-    return {"ys": ys, **{"d" + name: x for name, x in gradients.items()}}
+    options: dict[str, Any] = {"implementation": implementation, "precision": problem.precision}
+    return oracle.run_cell(problem.cell, arrays, gradients=problem.gradients, **options)
 
 
 def one_pass(problem: Problem, implementation: str | None) -> Callable[[Arrays], Arrays]:
     """Returns the pass of a problem, mapped over its models if there are any."""
-    one = functools.partial(run, problem, implementation)
-    return jax.vmap(one) if problem.models else one
+    alone = functools.partial(run, problem, implementation)
+    return jax.vmap(alone) if problem.models else alone
 
 
 def passes(problem: Problem) -> int:
@@ -164,20 +153,12 @@ def passes(problem: Problem) -> int:
 
 def looped(problem: Problem, implementation: str | None) -> Callable[[Arrays], Arrays]:
     """Returns a function that runs many passes, each dependent on the previous one, and returns the last result."""
-    one = one_pass(problem, implementation)
+    run_once = one_pass(problem, implementation)
 
     def loop(arrays: Arrays) -> Arrays:
-        def turn(_: Any, before: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-            given, _ = before
-            after = one(arrays | given)
-            # make each pass depend on the previous one, so that XLA cannot hoist it out of the loop; the weights are
-            # carried by the loop, as an agent's are
-            first = 0 * jax.tree.leaves(after)[0].ravel()[0]
-            return {name: w + first.astype(w.dtype) for name, w in given.items()}, after
-
         weights = {name: x for name, x in arrays.items() if name.startswith(("w_", "b"))}
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, arrays))
-        return jax.lax.fori_loop(0, passes(problem), turn, (weights, zeros))[1]
+        results: Arrays = harness.repeated(lambda weights: run_once(arrays | weights), weights, passes(problem))
+        return results
 
     return loop
 

@@ -147,6 +147,22 @@ def passes(ready: Ready) -> int:
     return max(1, min(int(_LOOPED_SECONDS / (clock(ready).batch(3) / 3)), _MOST_PASSES))
 
 
+def repeated(run: Callable[[Any], Any], weights: Any, count: int) -> Any:
+    """Runs `count` passes in a loop, each dependent on the previous one, and returns the last result."""
+
+    def turn(_: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+        weights, _ = before
+        after = run(weights)
+        first = jax.tree.leaves(after)[0].ravel()[0]
+        # make each pass depend on the previous one, so that XLA cannot hoist any of it out of the loop; the weights
+        # are carried by the loop, as an agent's are, because XLA does not fuse the addition of a bias into the
+        # product if the loop computes that bias first
+        return jax.tree.map(lambda w: w + (0 * first).astype(w.dtype), weights), after
+
+    zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(run, weights))
+    return jax.lax.fori_loop(0, count, turn, (weights, zeros))[1]
+
+
 def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
     """Traces `count` passes, each dependent on the previous one, as one program that returns the last result.
 
@@ -155,18 +171,7 @@ def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
     """
 
     def loop(weights: Any, *others: Any) -> Any:
-        def turn(_: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
-            weights, _ = before
-            after = built.jitted(weights, *others)
-            first = jax.tree.leaves(after)[0].ravel()[0]
-            # make each pass depend on the previous one, so that XLA cannot hoist any of it out of the loop; the weights
-            # are carried by the loop, as an agent's are, because XLA does not fuse the addition of a bias into the
-            # product if the loop computes that bias first
-            return jax.tree.map(lambda w: w + (0 * first).astype(w.dtype), weights), after
-
-        like = jax.eval_shape(built.jitted, weights, *others)
-        zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), like)
-        return jax.lax.fori_loop(0, count, turn, (weights, zeros))[1]
+        return repeated(lambda weights: built.jitted(weights, *others), weights, count)
 
     lowered = jax.jit(loop).lower(*built.args)
     return lambda: functools.partial(lowered.compile(), *built.args)

@@ -57,18 +57,29 @@ def forward(cell: str, weights: Arrays, rest: Mapping[str, Any], **options: Any)
     states = [weights.pop(name) for name in ("reset_c", "reset_h") if name in weights]
     if states:
         options["reset_state"] = states[0] if len(states) == 1 else tuple(states)
-    carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
-    ys: jax.Array = FUNCTIONS[cell](CELLS[cell].params(**weights), carry, xs, resets=rest["resets"], **options)[1]
+    params, resets = CELLS[cell].params(**weights), rest["resets"]
+    ys: jax.Array = FUNCTIONS[cell](params, initial_carry(rest), xs, resets=resets, **options)[1]
     return ys
 
 
-def with_gradients(cell: str, inputs: Arrays, **options: Any) -> Arrays:
-    """Returns `ys` and the gradients `dxs`, `dw_ih`, ... of a cell's function for the cotangent `ct_ys`."""
-    rest: dict[str, jax.Array] = {name: inputs[name] for name in ("h0", "c0", "resets", "ct_ys") if name in inputs}
-    differentiated = {name: x for name, x in inputs.items() if name not in rest}
-    ys, vjp = jax.vjp(lambda arrays: forward(cell, arrays, rest, **options), differentiated)
-    (gradients,) = vjp(rest["ct_ys"])
-    return {"ys": ys, **{"d" + name: x for name, x in gradients.items()}}
+def initial_carry(states: Mapping[str, Any]) -> Any:
+    """Returns `h0`, or `(c0, h0)` of an LSTM."""
+    return (states["c0"], states["h0"]) if "c0" in states else states["h0"]
+
+
+def of_gradients(gradients: Arrays) -> Arrays:
+    """Returns gradients by their own names, as in `dxs`."""
+    return {f"d{name}": x for name, x in gradients.items()}
+
+
+def run_cell(cell: str, inputs: Arrays, *, gradients: bool = True, **options: Any) -> Arrays:
+    """Returns `ys` of a cell's function and the gradients `dxs`, `dw_ih`, ..., if wanted, for the cotangent `ct_ys`."""
+    fixed: Arrays = {name: inputs[name] for name in ("h0", "c0", "resets", "ct_ys") if name in inputs}
+    differentiated = {name: x for name, x in inputs.items() if name not in fixed}
+    if not gradients:
+        return {"ys": forward(cell, differentiated, fixed, **options)}
+    ys, vjp = jax.vjp(lambda arrays: forward(cell, arrays, fixed, **options), differentiated)
+    return {"ys": ys, **of_gradients(*vjp(fixed["ct_ys"]))}
 
 
 class Truth(Protocol):
@@ -97,7 +108,7 @@ class Oracle:
 
         def run(arrays: Arrays) -> Arrays:
             wide = {name: x if x.dtype == bool else x.astype(jnp.float64) for name, x in arrays.items()}
-            return with_gradients(case.cell, wide, implementation="xla", precision="highest")
+            return run_cell(case.cell, wide, implementation="xla", precision="highest")
 
         self._run = jax.jit(jax.vmap(run) if case.models else run)
 

@@ -77,7 +77,7 @@ def rows_of(suite: str, device: str = DEVICE) -> list[Row]:
 
 def figures(suite: str, device: str = DEVICE) -> Figures:
     """Returns the figures of a suite."""
-    return {(row.case, row.provider): row.value for row in rows_of(suite, device) if row.value is not None}
+    return load(suite, device).figures()
 
 
 def measured_on(suite: str, device: str = DEVICE) -> str:

@@ -104,12 +104,6 @@ def _label(axis: Axis, form: str) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _values(report: Report) -> dict[tuple[str, str], float]:
-    return {
-        (row.case, row.provider): row.value for row in report.rows if isinstance(row, Row) and row.value is not None
-    }
-
-
 # The bars of the README's figure: cases of the results of scripts and of suite `headline`.
 SCRIPTS = {
     "purejaxrl ppo_rnn.py, CartPole, GRU 128, 64 envs": "purejaxrl's PPO, 64 environments",
@@ -127,7 +121,7 @@ def speedup(scripts: Report, headline: Report) -> Figure:
 
     A mark shows what a script reaches without any recurrence, which is the most that a recurrence can bring.
     """
-    whole, alone = _values(scripts), _values(headline)
+    whole, alone = scripts.figures(), headline.figures()
     figure = Figure(figsize=(_WIDTH, 3.3), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(len(SCRIPTS), len(ALONE)))
     limits = [whole[case, "no recurrence"] / whole[case, "flax"] for case in SCRIPTS]
@@ -192,7 +186,7 @@ def headline(report: Report) -> Figure:
 
     The text at the end of a row says which providers have no time, and why.
     """
-    values = _values(report)
+    values = report.figures()
     labels = [str(case) for case in cases.HEADLINE if (str(case), "jaxrnn") in values]
     shown = [name for name in STYLES if any(provider == name for _, provider in values)]
     reasons = {
@@ -235,7 +229,7 @@ def small(report: Report) -> Figure:
     axes.set_yscale("log")
     _label(axes.yaxis, "{x:g}")
     axes.set_ylabel("milliseconds (log scale; lower is better)")
-    values = _values(report)
+    values = report.figures()
     chosen = [case for case in cases.SMALL if (case.T, case.H) == (128, 128) and not case.reset_state]
     for name, (color, marker, legend) in STYLES.items():
         points = [(case.B, values.get((str(case), name), math.nan)) for case in chosen]  # NaN interrupts the line
@@ -254,7 +248,7 @@ def norm(report: Report) -> Figure:
     For each length, it shows the case with the most rows.
     """
     figure = _figure(report, 6)
-    values = _values(report)
+    values = report.figures()
     panels = figure.subplots(2, 2, sharex=True, sharey=True, squeeze=False)
     for i, (kind, title) in enumerate(cases.NORM_NAMES.items()):
         for j, direction in enumerate(cases.DIRECTIONS):

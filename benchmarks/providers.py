@@ -181,26 +181,24 @@ def jax_pass(
     case: Case,
     forward: Callable[[Any, Any, Any], jax.Array],
     weights: Any,
-    xs: jax.Array,
-    rest: Any,
-    ct_ys: jax.Array,
-    canonical: Callable[[Any], Arrays],
+    arrays: Arrays,
+    canonical: Callable[[Any], Arrays] = oracle.of_gradients,
 ) -> JaxPass:
-    """Returns the pass of `forward(weights, xs, rest) -> ys`; `canonical` names the gradients of `weights`."""
+    """Returns the pass of `forward(weights, xs, rest) -> ys`; `canonical` names the gradients of `weights`.
+
+    `xs`, the cotangent of `ys`, and `rest`, which has no gradients, are of `arrays`.
+    """
 
     def run(weights: Any, xs: jax.Array, rest: Any, ct_ys: jax.Array) -> Any:
         ys, vjp = jax.vjp(lambda weights, xs: forward(weights, xs, rest), weights, xs)
         return ys, *vjp(ct_ys)
 
+    rest = {name: arrays[name] for name in ("h0", "c0", "resets", "lengths") if name in arrays}
     return JaxPass(
         jax.jit(jax.vmap(run) if case.models else run),
-        (weights, xs, rest, ct_ys),
+        (weights, arrays["xs"], rest, arrays["ct_ys"]),
         lambda result: {"ys": result[0], "dxs": result[2], **canonical(result[1])},
     )
-
-
-def _rest(arrays: Arrays) -> Arrays:
-    return {name: arrays[name] for name in ("h0", "c0", "resets") if name in arrays}
 
 
 def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: Any) -> JaxPass:
@@ -208,16 +206,12 @@ def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: 
 
     In bfloat16, all inputs and outputs are bfloat16; the state is float32 between steps.
     """
+
+    def forward(weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
+        return oracle.forward(case.cell, {**weights, "xs": xs}, rest, **options)
+
     arrays = inputs.jax(dtype, True)
-    return jax_pass(
-        case,
-        lambda weights, xs, rest: oracle.forward(case.cell, {**weights, "xs": xs}, rest, **options),
-        _weights(case, arrays),
-        arrays["xs"],
-        _rest(arrays),
-        arrays["ct_ys"],
-        lambda gradients: {"d" + name: x for name, x in gradients.items()},
-    )
+    return jax_pass(case, forward, _weights(case, arrays), arrays)
 
 
 class FlaxCell(NamedTuple):
@@ -307,13 +301,10 @@ def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.
     arrays = inputs.jax("f32", True)
 
     def forward(variables: Any, xs: jax.Array, rest: Arrays) -> Any:
-        carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
-        return apply(variables, carry, xs, rest["resets"])
+        return apply(variables, oracle.initial_carry(rest), xs, rest["resets"])
 
     variables = to_flax(case, _weights(case, arrays))
-    return jax_pass(
-        case, forward, variables, arrays["xs"], _rest(arrays), arrays["ct_ys"], functools.partial(from_flax, case)
-    )
+    return jax_pass(case, forward, variables, arrays, functools.partial(from_flax, case))
 
 
 def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -362,11 +353,7 @@ def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays)
 def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
     """Builds the pass of `hoisted_scan`."""
     arrays = inputs.jax("f32", True)
-    return jax_pass(
-        case, functools.partial(hoisted_scan, cells.CELLS[case.cell]), _weights(case, arrays), arrays["xs"],
-        _rest(arrays), arrays["ct_ys"],
-        lambda gradients: {"d" + name: x for name, x in gradients.items()},
-    )  # fmt: skip
+    return jax_pass(case, functools.partial(hoisted_scan, cells.CELLS[case.cell]), _weights(case, arrays), arrays)
 
 
 def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -377,7 +364,6 @@ def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
     flat = jnp.concatenate(
         [arrays["w_ih"].T.ravel(), arrays["w_hh"].T.ravel(), arrays["b"], jnp.zeros_like(arrays["b"])]
     )
-    lengths = jnp.full(case.B, case.T, jnp.int32)
 
     def forward(flat: jax.Array, xs: jax.Array, rest: Arrays) -> jax.Array:
         h0, c0, lengths = rest["h0"], rest["c0"], rest["lengths"]
@@ -389,10 +375,9 @@ def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
         gradients = {"dw_ih": w_ih.reshape(4 * H, H).T, "dw_hh": w_hh.reshape(4 * H, H).T, "db": b_ih}
         return {"ys": ys.swapaxes(0, 1), "dxs": dxs.swapaxes(0, 1), **gradients}
 
-    rest = {"h0": arrays["h0"], "c0": arrays["c0"], "lengths": lengths}
-    batch_first = (jnp.swapaxes(arrays[name], 0, 1).copy() for name in ("xs", "ct_ys"))
-    xs, ct_ys = batch_first
-    built = jax_pass(case, forward, flat, xs, rest, ct_ys, lambda gradient: {})
+    batch_first = {name: jnp.swapaxes(arrays[name], 0, 1).copy() for name in ("xs", "ct_ys")}
+    states = {"h0": arrays["h0"], "c0": arrays["c0"], "lengths": jnp.full(case.B, case.T, jnp.int32)}
+    built = jax_pass(case, forward, flat, states | batch_first)
     return dataclasses.replace(built, canonical=canonical)
 
 

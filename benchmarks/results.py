@@ -174,6 +174,12 @@ class Report:
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return path
 
+    def figures(self) -> dict[tuple[str, str], float]:
+        """Returns the figures by case and provider."""
+        return {
+            (row.case, row.provider): row.value for row in self.rows if isinstance(row, Row) and row.value is not None
+        }
+
     def commits(self) -> dict[str, list[str]]:
         """Returns the cases of each commit, counting only rows with a figure.
 

@@ -60,38 +60,24 @@ def passes(
         yield from rows
 
 
+def no_targets(_: Case) -> dict[str, float]:
+    """Returns that a case has no targets."""
+    return {}
+
+
 def time_targets(case: Case) -> dict[str, float]:
     """Returns the targets of a case in `cases.HEADLINE`, keyed by provider."""
     target = cases.HEADLINE.get(case)
     return {} if target is None else {"jaxrnn": target.tf32, "jaxrnn-bf16": target.bf16}
 
 
-def headline(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times GRU and LSTM at shapes that are large in batch, width or time."""
-    return passes(cases.HEADLINE, time_targets, settings, progress)
-
-
-def small(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times small batches, where the latency of a step is the bottleneck."""
-    return passes(cases.SMALL, time_targets, settings, progress)
-
-
-def sweep(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times a GRU while T, H and the rate of resets vary, one at a time."""
-    return passes(cases.SWEEP, time_targets, settings, progress)
-
-
-def cells(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times the cells other than GRU and LSTM, beside a GRU of the same size."""
-    return passes(cases.CELLS, lambda _: {}, settings, progress)
-
-
-def vmap(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times many models at once, like agents that are trained on several seeds."""
-    return passes(cases.VMAP, lambda case: {"jaxrnn": cases.VMAP[case]}, settings, progress)
-
-
 # For users of PyTorch.
+
+
+def step_label(case: Case) -> str:
+    """Returns a label such as `a GRU step, B=64, H=128`."""
+    return f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
+
 
 TORCH = (
     "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cudnn", "torch-cudnn-packed", "torchrl",
@@ -105,14 +91,14 @@ TORCH_STEP = (
 def torch(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Times this project's modules for PyTorch, eager and compiled, beside other ones, with and without resets."""
     providers = settings.chosen([PROVIDERS[name] for name in TORCH])
-    for row in passes(cases.TORCH, lambda _: {}, settings, progress, providers):
+    for row in passes(cases.TORCH, no_targets, settings, progress, providers):
         yield dataclasses.replace(row, ours="torch_bridge")
 
 
 def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Times a call of one step on the host, without gradients, as an actor makes it; notes give the device time."""
     case = cases.TORCH_STEP
-    label = f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
+    label = step_label(case)
     if settings.wants_case(label):
         progress(label)
         providers = settings.chosen([PROVIDERS[name] for name in TORCH_STEP])
@@ -152,7 +138,7 @@ def timed_scans(
 def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Times one step in the body of a jitted scan, as in a rollout."""
     case = cases.ACTING
-    label = f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
+    label = step_label(case)
     if not settings.wants_case(label):
         return
     progress(label)
@@ -360,7 +346,7 @@ def begin_comparison(
     """
 
     def lower(name: str) -> Any:
-        run = functools.partial(oracle.with_gradients, cell, implementation=name, precision=precision)
+        run = functools.partial(oracle.run_cell, cell, implementation=name, precision=precision)
         return jax.jit(run).lower(arrays)
 
     ours, xla = (harness.compile_in(pool, functools.partial(lower, name)) for name in ("triton", "xla"))
@@ -569,11 +555,11 @@ def load_example() -> tuple[Any, Any]:
 OTHER_NAMES = ("jaxrnn-triton", scans.NO_RECURRENCE, "no recurrence", *(provider.name for provider in norms.ALL))
 
 SUITES: dict[str, Suite] = {
-    "headline": headline,
-    "small": small,
-    "sweep": sweep,
-    "cells": cells,
-    "vmap": vmap,
+    "headline": functools.partial(passes, cases.HEADLINE, time_targets),
+    "small": functools.partial(passes, cases.SMALL, time_targets),
+    "sweep": functools.partial(passes, cases.SWEEP, time_targets),
+    "cells": functools.partial(passes, cases.CELLS, no_targets),
+    "vmap": functools.partial(passes, cases.VMAP, lambda case: {"jaxrnn": cases.VMAP[case]}),
     "torch": torch,
     "torch-step": torch_step,
     "acting": acting,
