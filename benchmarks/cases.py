@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -12,6 +13,8 @@ import numpy as np
 from torch_bridge.cells import CELLS as SPECS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 Dtype = Literal["f32", "bf16"]
@@ -190,6 +193,90 @@ class Split(NamedTuple):
 PPO_SPLITS = (Split(1024, 1), Split(2048, 2), Split(4096, 4), Split(1024, 2), Split(1024, 4))
 PPO_STEPS_AN_ENV = 8192
 
+
+class ChoiceCase(NamedTuple):
+    """A call of `jaxrnn.gru` or `lstm` in suite `choice`.
+
+    Attributes:
+      cell, B, T, H: cell, batch size, number of steps, and number of hidden units, which is also that of input
+        features.
+      models: length of the axis that `jax.vmap` maps over, weights included; 0 without that axis.
+      gradients: whether the pass has a backward pass.
+      dtype: the dtype of all arrays.
+      precision: the precision of matrix products, as `jaxrnn.gru` takes it.
+      reset_state: None, or "h" for a state `[H]` from which episodes start.
+    """
+
+    cell: str
+    B: int
+    T: int
+    H: int
+    models: int = 0
+    gradients: bool = True
+    dtype: Dtype = "f32"
+    precision: Literal["default", "highest"] = "default"
+    reset_state: Literal["h"] | None = None
+
+    def __str__(self) -> str:
+        """Returns a label such as `GRU 64,128,128` (B, T, H), with the other attributes that are not defaults."""
+        words = {
+            f"x{self.models}": self.models,
+            "forward": not self.gradients,
+            self.dtype: self.dtype != "f32",
+            self.precision: self.precision != "default",
+            "reset state": self.reset_state,
+        }
+        return " ".join(
+            [f"{self.cell.upper()} {self.B},{self.T},{self.H}", *(word for word, holds in words.items() if holds)]
+        )
+
+
+def _choice_grid() -> Iterator[ChoiceCase]:
+    # T cycles through `lengths`, with fewer steps where B * H is large
+    lengths, narrow, wide = itertools.cycle((16, 128, 64, 256, 32)), (1, 64, 1024), (1, 16, 64, 256, 1024, 4096)
+    for cell, H in itertools.product(MEASURED, (8, 32, 64, 128, 256, 512, 1024)):
+        for B in wide if H >= 256 else narrow:
+            T = next(lengths)
+            while T > 16 and B * T * H > 2**25:
+                T //= 2
+            yield ChoiceCase(cell, B, T, H)
+
+
+# Defaults of JAX RL code bases (docs/codebases.md). B is the number of sequences in a minibatch.
+_CODE_BASES = tuple(
+    ChoiceCase(*call)
+    for call in (
+        ("gru", 1, 128, 128), ("gru", 32, 128, 128), ("gru", 512, 256, 128),  # purejaxrl, JaxMARL
+        ("gru", 8, 1024, 256), ("gru", 128, 64, 512), ("lstm", 256, 128, 512),  # popjaxrl, Craftax
+        ("gru", 512, 32, 1024), ("gru", 512, 16, 1024), ("gru", 64, 64, 256),  # xland, Kinetix
+        ("lstm", 32, 256, 256), ("gru", 64, 120, 512), ("lstm", 64, 120, 512),  # jaxued, R2D2
+        ("gru", 8, 256, 1024), ("gru", 1, 1024, 512), ("lstm", 1024, 128, 256),
+    )
+)  # fmt: skip
+_SEEDS = tuple(
+    ChoiceCase(cell, B, T, H, models=models)
+    for cell in MEASURED
+    for B, T, H, models in ((8, 128, 128, 16), (8, 64, 32, 8), (8, 128, 256, 8), (32, 64, 512, 4), (64, 16, 1024, 2))
+)
+_STEPS = tuple(
+    ChoiceCase(cell, B, 1, H, gradients=False)
+    for cell in MEASURED
+    for B, H in ((1, 64), (64, 128), (1024, 512), (64, 1024))
+)
+_FORWARD = tuple(
+    ChoiceCase(cell, B, T, H, gradients=False)
+    for cell in MEASURED
+    for B, T, H in ((64, 128, 128), (64, 120, 512), (1024, 16, 256))
+)
+_OTHERS = (
+    ChoiceCase("gru", 64, 128, 128, dtype="bf16"), ChoiceCase("gru", 1024, 32, 256, dtype="bf16"),
+    ChoiceCase("gru", 256, 32, 1024, dtype="bf16"), ChoiceCase("lstm", 1024, 32, 512, dtype="bf16"),
+    ChoiceCase("gru", 64, 128, 128, precision="highest"), ChoiceCase("lstm", 64, 64, 512, precision="highest"),
+    ChoiceCase("gru", 256, 32, 1024, precision="highest"), ChoiceCase("lstm", 1024, 32, 256, precision="highest"),
+    ChoiceCase("gru", 64, 128, 128, reset_state="h"), ChoiceCase("lstm", 64, 64, 128, reset_state="h"),
+    ChoiceCase("gru", 1024, 32, 256, reset_state="h"), ChoiceCase("lstm", 64, 64, 512, reset_state="h"),
+)  # fmt: skip
+CHOICE = tuple(dict.fromkeys((*_choice_grid(), *_CODE_BASES, *_SEEDS, *_STEPS, *_FORWARD, *_OTHERS)))
 
 NormKind = Literal["rms", "layer"]
 Direction = Literal["fwd", "bwd"]

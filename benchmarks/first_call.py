@@ -87,10 +87,10 @@ def run(
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return FirstCall(None, "failed", f"imports and inputs took more than {STARTUP_LIMIT} s")
-    said = [line.split() for line in process.stdout.splitlines() if line.startswith((_READY, _DONE))]
-    if process.returncode == 0 and len(said) == 2:
-        return FirstCall(float(said[1][1]))
-    if len(said) == 1 and "Timeout (" in process.stderr:
+    lines = [line.split() for line in process.stdout.splitlines() if line.startswith((_READY, _DONE))]
+    if process.returncode == 0 and len(lines) == 2:
+        return FirstCall(float(lines[1][1]))
+    if len(lines) == 1 and "Timeout (" in process.stderr:
         return FirstCall(None, "unfinished", f"first call unfinished after {limit:g} s")
     last = (process.stderr.strip().split("\n") or [""])[-1]
     return FirstCall(None, "failed", last[:200] or f"ended with status {process.returncode}")

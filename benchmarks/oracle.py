@@ -50,15 +50,15 @@ def tolerance(cell: str, precision: Precision) -> float:
     return 5e-2 if precision == "bf16" or cell == "simple_relu" else 1e-2
 
 
-def forward(cell: str, weights: Arrays, rest: Mapping[str, Any], **options: Any) -> jax.Array:
+def forward(cell: str, weights: Arrays, fixed: Mapping[str, Any], **options: Any) -> jax.Array:
     """Returns the outputs `[T, B, H]` of a cell's function; `weights` also has `xs`, and the states of new episodes."""
     weights = dict(weights)
     xs = weights.pop("xs")
     states = [weights.pop(name) for name in ("reset_c", "reset_h") if name in weights]
     if states:
         options["reset_state"] = states[0] if len(states) == 1 else tuple(states)
-    params, resets = CELLS[cell].params(**weights), rest["resets"]
-    ys: jax.Array = FUNCTIONS[cell](params, initial_carry(rest), xs, resets=resets, **options)[1]
+    params, resets = CELLS[cell].params(**weights), fixed["resets"]
+    ys: jax.Array = FUNCTIONS[cell](params, initial_carry(fixed), xs, resets=resets, **options)[1]
     return ys
 
 

@@ -75,7 +75,7 @@ _WIDTH = 8.3  # 830 pixels, the width of a page on GitHub, at 100 to the inch
 
 def draw(folder: Path) -> list[Path]:
     """Draws the figures whose suites have results in `folder`, and returns their paths."""
-    made = []
+    images = []
     for name, (suites, figure) in FIGURES.items():
         paths = [folder / f"{suite}.json" for suite in suites]
         if not all(path.exists() for path in paths):
@@ -85,9 +85,9 @@ def draw(folder: Path) -> list[Path]:
             with mpl.rc_context(settings):
                 drawn = figure(*reports)
                 if drawn is not None:
-                    made.append(folder / f"{name}-{theme}.svg")
-                    drawn.savefig(made[-1], metadata={"Date": None})
-    return made
+                    images.append(folder / f"{name}-{theme}.svg")
+                    drawn.savefig(images[-1], metadata={"Date": None})
+    return images
 
 
 def _figure(report: Report, height: float) -> Figure:

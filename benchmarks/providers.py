@@ -184,19 +184,19 @@ def jax_pass(
     arrays: Arrays,
     canonical: Callable[[Any], Arrays] = oracle.of_gradients,
 ) -> JaxPass:
-    """Returns the pass of `forward(weights, xs, rest) -> ys`; `canonical` names the gradients of `weights`.
+    """Returns the pass of `forward(weights, xs, fixed) -> ys`; `canonical` names the gradients of `weights`.
 
-    `xs`, the cotangent of `ys`, and `rest`, which has no gradients, are of `arrays`.
+    `xs`, the cotangent of `ys`, and `fixed`, which has no gradients, are of `arrays`.
     """
 
-    def run(weights: Any, xs: jax.Array, rest: Any, ct_ys: jax.Array) -> Any:
-        ys, vjp = jax.vjp(lambda weights, xs: forward(weights, xs, rest), weights, xs)
+    def run(weights: Any, xs: jax.Array, fixed: Any, ct_ys: jax.Array) -> Any:
+        ys, vjp = jax.vjp(lambda weights, xs: forward(weights, xs, fixed), weights, xs)
         return ys, *vjp(ct_ys)
 
-    rest = {name: arrays[name] for name in ("h0", "c0", "resets", "lengths") if name in arrays}
+    fixed = {name: arrays[name] for name in ("h0", "c0", "resets", "lengths") if name in arrays}
     return JaxPass(
         jax.jit(jax.vmap(run) if case.models else run),
-        (weights, arrays["xs"], rest, arrays["ct_ys"]),
+        (weights, arrays["xs"], fixed, arrays["ct_ys"]),
         lambda result: {"ys": result[0], "dxs": result[2], **canonical(result[1])},
     )
 
@@ -207,8 +207,8 @@ def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: 
     In bfloat16, all inputs and outputs are bfloat16; the state is float32 between steps.
     """
 
-    def forward(weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
-        return oracle.forward(case.cell, {**weights, "xs": xs}, rest, **options)
+    def forward(weights: Arrays, xs: jax.Array, fixed: Arrays) -> jax.Array:
+        return oracle.forward(case.cell, {**weights, "xs": xs}, fixed, **options)
 
     arrays = inputs.jax(dtype, True)
     return jax_pass(case, forward, _weights(case, arrays), arrays)
@@ -300,8 +300,8 @@ def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.
     """Returns the pass of a module with the parameters of Flax's cell: `apply(variables, carry, xs, resets) -> ys`."""
     arrays = inputs.jax("f32", True)
 
-    def forward(variables: Any, xs: jax.Array, rest: Arrays) -> Any:
-        return apply(variables, oracle.initial_carry(rest), xs, rest["resets"])
+    def forward(variables: Any, xs: jax.Array, fixed: Arrays) -> Any:
+        return apply(variables, oracle.initial_carry(fixed), xs, fixed["resets"])
 
     variables = to_flax(case, _weights(case, arrays))
     return jax_pass(case, forward, variables, arrays, functools.partial(from_flax, case))
@@ -323,9 +323,9 @@ def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
     )
 
 
-def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
+def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, fixed: Arrays) -> jax.Array:
     """Runs a scan as an expert writes it: the input projection before the loop, and eight steps per iteration."""
-    hidden, statistics = rest["h0"].shape[-1], {}
+    hidden, statistics = fixed["h0"].shape[-1], {}
     weights = dict(weights)
     starts: list[Any] = [weights.pop(f"reset_{s}", 0.0) for s in cell.states]
     starts_by_step = [x for x in starts if jnp.ndim(x) == 3]  # all or none
@@ -346,8 +346,8 @@ def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays)
         states, _ = cell.step(gates, x_last, states)
         return states, states[0]
 
-    initial = tuple(rest[f"{s}0"] for s in cell.states)
-    return jax.lax.scan(step, initial, (xp, rest["resets"], starts_by_step, statistics), unroll=8)[1]
+    initial = tuple(fixed[f"{s}0"] for s in cell.states)
+    return jax.lax.scan(step, initial, (xp, fixed["resets"], starts_by_step, statistics), unroll=8)[1]
 
 
 def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -365,8 +365,8 @@ def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
         [arrays["w_ih"].T.ravel(), arrays["w_hh"].T.ravel(), arrays["b"], jnp.zeros_like(arrays["b"])]
     )
 
-    def forward(flat: jax.Array, xs: jax.Array, rest: Arrays) -> jax.Array:
-        h0, c0, lengths = rest["h0"], rest["c0"], rest["lengths"]
+    def forward(flat: jax.Array, xs: jax.Array, fixed: Arrays) -> jax.Array:
+        h0, c0, lengths = fixed["h0"], fixed["c0"], fixed["lengths"]
         return rnn.lstm(xs, h0[None], c0[None], flat, lengths, H, H, 1, 0.0, False)[0]
 
     def canonical(result: Any) -> Arrays:

@@ -50,19 +50,14 @@ def compared(settings: Settings) -> list[Provider]:
 
 
 def passes(
-    chosen: Iterable[Case], targets: Callable[[Case], dict[str, float]], settings: Settings, progress: Progress,
-    providers: Sequence[Provider] | None = None,
+    chosen: Iterable[Case], settings: Settings, progress: Progress, *, providers: Sequence[Provider] | None = None,
+    targets: Callable[[Case], dict[str, float]] = lambda _: {},
 ) -> Iterator[Row]:  # fmt: skip
     """Times a pass of every provider in every case. The default of `providers` is the result of `compared`."""
     providers = compared(settings) if providers is None else providers
     wanted = [case for case in chosen if settings.wants_case(str(case))]
     for rows in harness.time_cases(wanted, providers, settings, targets, progress):
         yield from rows
-
-
-def no_targets(_: Case) -> dict[str, float]:
-    """Returns that a case has no targets."""
-    return {}
 
 
 def time_targets(case: Case) -> dict[str, float]:
@@ -91,7 +86,7 @@ TORCH_STEP = (
 def torch(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Times this project's modules for PyTorch, eager and compiled, beside other ones, with and without resets."""
     providers = settings.chosen([PROVIDERS[name] for name in TORCH])
-    for row in passes(cases.TORCH, no_targets, settings, progress, providers):
+    for row in passes(cases.TORCH, settings, progress, providers=providers):
         yield dataclasses.replace(row, ours="torch_bridge")
 
 
@@ -555,11 +550,11 @@ def load_example() -> tuple[Any, Any]:
 OTHER_NAMES = ("jaxrnn-triton", scans.NO_RECURRENCE, "no recurrence", *(provider.name for provider in norms.ALL))
 
 SUITES: dict[str, Suite] = {
-    "headline": functools.partial(passes, cases.HEADLINE, time_targets),
-    "small": functools.partial(passes, cases.SMALL, time_targets),
-    "sweep": functools.partial(passes, cases.SWEEP, time_targets),
-    "cells": functools.partial(passes, cases.CELLS, no_targets),
-    "vmap": functools.partial(passes, cases.VMAP, lambda case: {"jaxrnn": cases.VMAP[case]}),
+    "headline": functools.partial(passes, cases.HEADLINE, targets=time_targets),
+    "small": functools.partial(passes, cases.SMALL, targets=time_targets),
+    "sweep": functools.partial(passes, cases.SWEEP, targets=time_targets),
+    "cells": functools.partial(passes, cases.CELLS),
+    "vmap": functools.partial(passes, cases.VMAP, targets=lambda case: {"jaxrnn": cases.VMAP[case]}),
     "torch": torch,
     "torch-step": torch_step,
     "acting": acting,
