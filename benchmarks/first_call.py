@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from benchmarks import cases, oracle, providers
+from benchmarks import cases, oracle, providers, timing
 from benchmarks.results import first_line
 
 if TYPE_CHECKING:
@@ -131,9 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wait: Callable[[Any], Any] = jax.block_until_ready
         wait((built.args, jax.jit(jax.numpy.sin)(1.0)))  # wait until the device has started and has the inputs
     else:
-        import torch
-
-        first, wait = built.run, lambda _: torch.cuda.synchronize()
+        first, wait = built.run, lambda _: timing.synchronize()
         wait(None)
     print(_READY, flush=True)
     faulthandler.dump_traceback_later(options.limit, exit=True)  # also ends a compiler, which a signal would not

@@ -258,9 +258,12 @@ def time_cases(
         while begun:
             case, able, finish, truth = begun.pop(0)
             progress(str(case))
-            timed = rows[case] | _time_case(able, *finish(), truth, settings, progress)
+            rows_of_case = rows[case] | _time_case(able, *finish(), truth, settings, progress)
             aims = targets(case)
-            yield [dataclasses.replace(timed[p.name], target=aims.get(p.name), note=note(p, case)) for p in providers]
+            yield [
+                dataclasses.replace(rows_of_case[p.name], target=aims.get(p.name), note=note(p, case))
+                for p in providers
+            ]
             del finish, truth
             release()
 

@@ -43,15 +43,12 @@ class Inputs:
         self._jax: dict[tuple[Dtype, bool], Arrays] = {}
         self._torch: dict[tuple[Dtype, bool], Tensors] = {}
 
-    def _rounded(self, dtype: Dtype) -> dict[str, NDArray[Any]]:
-        """Returns the arrays, those of floating-point numbers in `dtype`."""
-        to = cases.NUMPY_DTYPES[dtype]
-        return {name: x if x.dtype == bool else x.astype(to, copy=False) for name, x in self.numpy.items()}
-
     def jax(self, dtype: Dtype, resets: bool) -> Arrays:
         """Returns the inputs as JAX arrays on the default device, with the case's resets or with none."""
         if (dtype, True) not in self._jax:
-            arrays = jax.device_put(self._rounded(dtype))
+            to = cases.NUMPY_DTYPES[dtype]
+            rounded = {name: x if x.dtype == bool else x.astype(to, copy=False) for name, x in self.numpy.items()}
+            arrays = jax.device_put(rounded)
             self._jax[dtype, True] = arrays
             self._jax[dtype, False] = arrays | {"resets": jnp.zeros_like(arrays["resets"])}
         return self._jax[dtype, resets]
