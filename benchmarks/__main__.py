@@ -77,8 +77,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in VIEWS else None
     if options.view in ("plot", "pages") and options.commands:
         parser.error(f"{options.view} takes no suites")
-    given = [name for name, value in vars(options).items() if name not in ("commands", "view") and value is not None]
-    if ignored := [name for name in given if options.view and name not in VIEWS[options.view]]:
+    passed = [name for name, value in vars(options).items() if name not in ("commands", "view") and value is not None]
+    if ignored := [name for name in passed if options.view and name not in VIEWS[options.view]]:
         flags = ", ".join(_flag(name) for name in ignored)
         taken = ", ".join(_flag(name) for name in VIEWS[options.view]) or "none"
         parser.error(f"{options.view} does not take {flags}; the options that it takes: {taken}")
@@ -92,7 +92,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         known = dict.fromkeys((*PROVIDERS, *OTHER_NAMES))
         if unknown := [name for name in named if name not in known]:
             parser.error(f"no provider {', '.join(unknown)}; there are {', '.join(known)}")
-    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings) if f.name in given}
+    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings) if f.name in passed}
     settings |= {name: tuple(getattr(options, name) or ()) for name in ("only", "skip", "rows")}
     try:
         options.settings = Settings(**settings)

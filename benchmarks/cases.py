@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -12,6 +13,8 @@ import numpy as np
 from torch_bridge.cells import CELLS as SPECS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 Dtype = Literal["f32", "bf16"]
@@ -20,6 +23,7 @@ Precision = Literal["tf32", "bf16"]  # of matrix products
 # The cells that every suite measures. `CELLS` below has rows of the others.
 MEASURED = ("gru", "lstm")
 NUMPY_DTYPES: dict[Dtype, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
+DTYPES: dict[Dtype, str] = {"f32": "float32", "bf16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +192,155 @@ class Split(NamedTuple):
 # Weak scaling with 1024 environments per GPU, then strong scaling with 1024 environments in all.
 PPO_SPLITS = (Split(1024, 1), Split(2048, 2), Split(4096, 4), Split(1024, 2), Split(1024, 4))
 PPO_STEPS_AN_ENV = 8192
+
+
+class ChoiceCase(NamedTuple):
+    """A call of `jaxrnn.gru` or `lstm` in suite `choice`.
+
+    Attributes:
+      cell, B, T, H: cell, batch size, number of steps, and number of hidden units, which is also that of input
+        features.
+      models: length of the axis that `jax.vmap` maps over, weights included; 0 without that axis.
+      gradients: whether the pass has a backward pass.
+      dtype: the dtype of all arrays.
+      precision: the precision of matrix products, as `jaxrnn.gru` takes it.
+      reset_state: None, or "h" for a state `[H]` from which episodes start.
+    """
+
+    cell: str
+    B: int
+    T: int
+    H: int
+    models: int = 0
+    gradients: bool = True
+    dtype: Dtype = "f32"
+    precision: Literal["default", "highest"] = "default"
+    reset_state: Literal["h"] | None = None
+
+    def __str__(self) -> str:
+        """Returns a label such as `GRU 64,128,128` (B, T, H), with the other attributes that are not defaults."""
+        words = {
+            f"x{self.models}": self.models,
+            "forward": not self.gradients,
+            self.dtype: self.dtype != "f32",
+            self.precision: self.precision != "default",
+            "reset state": self.reset_state,
+        }
+        return " ".join(
+            [f"{self.cell.upper()} {self.B},{self.T},{self.H}", *(word for word, holds in words.items() if holds)]
+        )
+
+
+def _choice_grid() -> Iterator[ChoiceCase]:
+    # T cycles through `lengths`, with fewer steps where B * H is large
+    lengths, narrow, wide = itertools.cycle((16, 128, 64, 256, 32)), (1, 64, 1024), (1, 16, 64, 256, 1024, 4096)
+    for cell, H in itertools.product(MEASURED, (8, 32, 64, 128, 256, 512, 1024)):
+        for B in wide if H >= 256 else narrow:
+            T = next(lengths)
+            while T > 16 and B * T * H > 2**25:
+                T //= 2
+            yield ChoiceCase(cell, B, T, H)
+
+
+# Defaults of JAX RL code bases (docs/codebases.md). B is the number of sequences in a minibatch.
+_CODE_BASES = tuple(
+    ChoiceCase(*call)
+    for call in (
+        ("gru", 1, 128, 128), ("gru", 32, 128, 128), ("gru", 512, 256, 128),  # purejaxrl, JaxMARL
+        ("gru", 8, 1024, 256), ("gru", 128, 64, 512), ("lstm", 256, 128, 512),  # popjaxrl, Craftax
+        ("gru", 512, 32, 1024), ("gru", 512, 16, 1024), ("gru", 64, 64, 256),  # xland, Kinetix
+        ("lstm", 32, 256, 256), ("gru", 64, 120, 512), ("lstm", 64, 120, 512),  # jaxued, R2D2
+        ("gru", 8, 256, 1024), ("gru", 1, 1024, 512), ("lstm", 1024, 128, 256),
+    )
+)  # fmt: skip
+_SEEDS = tuple(
+    ChoiceCase(cell, B, T, H, models=models)
+    for cell in MEASURED
+    for B, T, H, models in ((8, 128, 128, 16), (8, 64, 32, 8), (8, 128, 256, 8), (32, 64, 512, 4), (64, 16, 1024, 2))
+)
+_STEPS = tuple(
+    ChoiceCase(cell, B, 1, H, gradients=False)
+    for cell in MEASURED
+    for B, H in ((1, 64), (64, 128), (1024, 512), (64, 1024))
+)
+_FORWARD = tuple(
+    ChoiceCase(cell, B, T, H, gradients=False)
+    for cell in MEASURED
+    for B, T, H in ((64, 128, 128), (64, 120, 512), (1024, 16, 256))
+)
+_OTHERS = (
+    ChoiceCase("gru", 64, 128, 128, dtype="bf16"), ChoiceCase("gru", 1024, 32, 256, dtype="bf16"),
+    ChoiceCase("gru", 256, 32, 1024, dtype="bf16"), ChoiceCase("lstm", 1024, 32, 512, dtype="bf16"),
+    ChoiceCase("gru", 64, 128, 128, precision="highest"), ChoiceCase("lstm", 64, 64, 512, precision="highest"),
+    ChoiceCase("gru", 256, 32, 1024, precision="highest"), ChoiceCase("lstm", 1024, 32, 256, precision="highest"),
+    ChoiceCase("gru", 64, 128, 128, reset_state="h"), ChoiceCase("lstm", 64, 64, 128, reset_state="h"),
+    ChoiceCase("gru", 1024, 32, 256, reset_state="h"), ChoiceCase("lstm", 64, 64, 512, reset_state="h"),
+)  # fmt: skip
+CHOICE = tuple(dict.fromkeys((*_choice_grid(), *_CODE_BASES, *_SEEDS, *_STEPS, *_FORWARD, *_OTHERS)))
+
+NormKind = Literal["rms", "layer"]
+Direction = Literal["fwd", "bwd"]
+NORM_NAMES: dict[NormKind, str] = {"rms": "RMSNorm", "layer": "LayerNorm"}
+DIRECTIONS: dict[Direction, str] = {"fwd": "forward", "bwd": "backward"}
+
+
+@dataclasses.dataclass(frozen=True)
+class NormCase:
+    """One shape of a norm, forward or backward.
+
+    Attributes:
+      kind: "rms", with a weight, or "layer", with a weight and a bias.
+      direction: forward (y), or backward (gradients of x, weight and bias).
+      dtype: the dtype of all arrays.
+      rows: the number of rows.
+      columns: the length of a row.
+    """
+
+    kind: NormKind
+    direction: Direction
+    dtype: Dtype
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        """Returns a label such as `RMSNorm fwd bf16 8192x8192`."""
+        return f"{NORM_NAMES[self.kind]} {self.direction} {self.dtype} {self.rows}x{self.columns}"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return ("weight",) if self.kind == "rms" else ("weight", "bias")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of the results."""
+        return ("y",) if self.direction == "fwd" else ("dx", *(f"d{name}" for name in self.parameters))
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that the norm must move: those of x and y, or of x, dy and dx."""
+        size = np.dtype(NUMPY_DTYPES[self.dtype]).itemsize
+        return (2 if self.direction == "fwd" else 3) * self.rows * self.columns * size
+
+    @property
+    def target(self) -> float | None:
+        """The share of a copy's bandwidth that the kernels should reach on an H200; None without a target."""
+        if self.dtype != "bf16" or (self.rows, self.columns) not in WIDE_NORMS:
+            return None
+        return 0.92 if self.direction == "fwd" and self.columns >= 2048 else 0.85
+
+
+WIDE_NORMS = ((8192, 8192), (16384, 4096), (32768, 2048), (32768, 512), (32768, 8192), (32768, 32768))
+# Shapes of an agent: T * B rows of H columns.
+RECURRENT_NORMS = tuple((rows, columns) for columns in (64, 128, 256, 512, 1024) for rows in (8192, 524288))
+# Both directions of a shape are adjacent, and so are shapes that share compiled code.
+NORMS = tuple(
+    NormCase(kind, direction, dtype, rows, columns)
+    for dtype in ("bf16", "f32")
+    for kind in NORM_NAMES
+    for rows, columns in (*WIDE_NORMS, *RECURRENT_NORMS)
+    for direction in DIRECTIONS
+)
 
 
 def find(label: str) -> Case:

@@ -20,12 +20,17 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from benchmarks import cases, oracle, providers, timing
+from benchmarks.results import first_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from benchmarks.cases import Case
+    from benchmarks.results import Status
 
-UNFINISHED = "unfinished"
 STARTUP_LIMIT = 300  # seconds for imports and for copying inputs to the device
 _READY, _DONE = "ready", "done"
 # Environment variables with the folders in which compilers keep what they compiled.
@@ -34,9 +39,10 @@ _CACHES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "TORCH
 
 @dataclasses.dataclass(frozen=True)
 class FirstCall:
-    """The seconds from tracing to the first result, or the reason why there are none: `UNFINISHED` or an error."""
+    """The seconds from tracing to the first result, or the status and the reason of a row without them."""
 
     seconds: float | None = None
+    status: Status = "measured"
     reason: str = ""
 
 
@@ -80,14 +86,14 @@ def run(
                 timeout=limit + STARTUP_LIMIT,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            return FirstCall(reason=f"imports and inputs took more than {STARTUP_LIMIT} s")
-    said = [line.split() for line in process.stdout.splitlines() if line.startswith((_READY, _DONE))]
-    if process.returncode == 0 and len(said) == 2:
-        return FirstCall(float(said[1][1]))
-    if len(said) == 1 and "Timeout (" in process.stderr:
-        return FirstCall(reason=UNFINISHED)
+            return FirstCall(None, "failed", f"imports and inputs took more than {STARTUP_LIMIT} s")
+    lines = [line.split() for line in process.stdout.splitlines() if line.startswith((_READY, _DONE))]
+    if process.returncode == 0 and len(lines) == 2:
+        return FirstCall(float(lines[1][1]))
+    if len(lines) == 1 and "Timeout (" in process.stderr:
+        return FirstCall(None, "unfinished", f"first call unfinished after {limit:g} s")
     last = (process.stderr.strip().split("\n") or [""])[-1]
-    return FirstCall(reason=last[:200] or f"ended with status {process.returncode}")
+    return FirstCall(None, "failed", last[:200] or f"ended with status {process.returncode}")
 
 
 def run_twice(provider: str, case: Case, *, limit: float, profile: str = "") -> FirstCall:
@@ -110,12 +116,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--as", dest="profile", default="")
     options = parser.parse_args(arguments)
 
-    import jax
-
-    from benchmarks import cases, harness, providers
-    from benchmarks.oracle import Oracle
-    from benchmarks.results import Row
-
     if options.profile:
         from torch_bridge import gpu, tiling
 
@@ -131,9 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wait: Callable[[Any], Any] = jax.block_until_ready
         wait((built.args, jax.jit(jax.numpy.sin)(1.0)))  # wait until the device has started and has the inputs
     else:
-        import torch
-
-        first, wait = built.run, lambda _: torch.cuda.synchronize()
+        first, wait = built.run, lambda _: timing.synchronize()
         wait(None)
     print(_READY, flush=True)
     faulthandler.dump_traceback_later(options.limit, exit=True)  # also ends a compiler, which a signal would not
@@ -144,8 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     faulthandler.cancel_dump_traceback_later()
     if not options.check:
         return
-    checked = harness.check(chosen, harness.Ready(lambda: result, built.canonical), Oracle(case, inputs.jax))
-    if isinstance(checked, Row):
+    checked = oracle.check(chosen, providers.Ready(lambda: result, built.canonical), oracle.Oracle(case, inputs.jax))
+    if checked.status != "measured":
         raise SystemExit(f"{checked.status}: {checked.reason}")
 
 
@@ -155,6 +153,4 @@ if __name__ == "__main__":
         main()
     except Exception as error:  # the table shows the last line of stderr
         traceback.print_exc()
-        from benchmarks.timing import first_line
-
         raise SystemExit(first_line(error)) from None

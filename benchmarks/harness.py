@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from benchmarks import cases, first_call, oracle, timing
-from benchmarks.oracle import Oracle
-from benchmarks.providers import Inputs, JaxPass, TorchPass
+from benchmarks import cases, first_call, timing
+from benchmarks.oracle import Oracle, check
+from benchmarks.providers import Inputs, JaxPass, Ready
 from benchmarks.results import Row
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from benchmarks.settings import Settings
 
 T = TypeVar("T")
-AnyRow = TypeVar("AnyRow", bound=Row)
 
 # A pass of JAX is timed in a loop inside one program if at least two passes take less than `_LOOPED_SECONDS`. The loop
 # has as many passes as fit into that time, but at most `_MOST_PASSES`. A single short pass would measure the host,
@@ -35,59 +34,14 @@ _MOST_PASSES = 64
 _AT_ONCE = 4
 
 
-@dataclasses.dataclass
-class Ready:
-    """A provider that is ready to run a case.
-
-    Attributes:
-      run: enqueues one pass and returns its result.
-      canonical: converts that result to the names and the layout of the oracle.
-      compiled: XLA's compiled program, for a JAX provider.
-      own_graphs: as in `TorchPass`.
-      loop: traces a number of passes as one program and returns the function that compiles it, for a JAX provider.
-    """
-
-    run: Callable[[], Any]
-    canonical: Callable[[Any], Any]
-    compiled: Any = None
-    own_graphs: bool = False
-    loop: Callable[[int], Callable[[], Callable[[], Any]]] | None = None
-
-    @classmethod
-    def of(cls, built: TorchPass) -> Ready:
-        """Wraps a pass of PyTorch."""
-        return cls(built.run, built.canonical, own_graphs=built.own_graphs)
-
-    @classmethod
-    def forward(cls, built: TorchPass, case: Case) -> Ready:
-        """Wraps the forward pass alone, for a case of one step.
-
-        With one step, batch-first and time-first outputs differ only in the place of an axis of length 1.
-        """
-        shape = (1, case.B, case.H)
-        return cls(built.forward, lambda ys: {"ys": ys.reshape(shape)}, own_graphs=built.own_graphs)
-
-    def clock(self) -> timing.Clock:
-        """Returns the clock for the provider's framework."""
-        if self.compiled is None:
-            return timing.torch_clock(self.run, own_graphs=self.own_graphs)
-        return timing.jax_clock(self.run)
-
-    def passes(self) -> int:
-        """Returns the number of passes in a timed program: more than 1 for a short pass of JAX."""
-        if self.loop is None:
-            return 1
-        return max(1, min(int(_LOOPED_SECONDS / (self.clock().batch(3) / 3)), _MOST_PASSES))
-
-
 class FirstCalls:
     """Records which providers finish a slow first call within the time limit.
 
     Such a call is first tried in a separate process, because it cannot be interrupted.
     """
 
-    def __init__(self, limit: float, profile: str = "") -> None:
-        self._limit, self._profile = limit, profile
+    def __init__(self, settings: Settings) -> None:
+        self._limit, self._profile = settings.first_call_limit, settings.profile
         self._started: set[tuple[str, str, int]] = set()
         self._unfinished: dict[str, Case] = {}
 
@@ -100,11 +54,10 @@ class FirstCalls:
         if slow is not None and case.H >= slow.H:
             return "skipped", f"its first call at {slow}, which is no wider, was unfinished after {self._limit:g} s"
         result = first_call.run(provider.name, case, limit=self._limit, profile=self._profile)
-        if result.reason == first_call.UNFINISHED:
+        if result.status == "unfinished":
             self._unfinished[provider.name] = case
-            return "unfinished", f"first call unfinished after {self._limit:g} s"
-        if result.reason:
-            return "failed", result.reason
+        if result.status != "measured":
+            return result.status, result.reason
         self._started.add(key)
         return None
 
@@ -116,13 +69,9 @@ def excluded(providers: Sequence[Provider], case: Case, first_calls: FirstCalls)
     """
     rows: dict[str, Row] = {}
     for provider in providers:
-        row = Row(str(case), provider.name, ours=provider.ours)
-        if reason := provider.unavailable():
-            rows[provider.name] = dataclasses.replace(row, status="unavailable", reason=reason)
-        elif reason := provider.unsupported(case):
-            rows[provider.name] = dataclasses.replace(row, status="unsupported", reason=reason)
-        elif problem := first_calls.problem(provider, case):
-            rows[provider.name] = dataclasses.replace(row, status=problem[0], reason=problem[1])
+        if problem := provider.excluded(case) or first_calls.problem(provider, case):
+            status, reason = problem
+            rows[provider.name] = dataclasses.replace(provider.row(case), status=status, reason=reason)
     return rows
 
 
@@ -142,36 +91,76 @@ def begin(
     for provider in providers:
         try:
             built = provider.build(case, inputs)
-            if isinstance(built, TorchPass):
-                ready[provider.name] = Ready.of(built) if not step else Ready.forward(built, case)
+            if isinstance(built, Ready):
+                ready[provider.name] = forward_alone(built, case) if step else built
             else:
                 pending[provider] = compile_in(pool, functools.partial(built.jitted.lower, *built.args)), built
         except Exception as error:  # a provider that fails becomes a row, and the run goes on
-            rows[provider.name] = failed(Row(str(case), provider.name, ours=provider.ours), error)
+            rows[provider.name] = provider.row(case).failed(error)
 
     def finish() -> tuple[dict[str, Ready], dict[str, Row]]:
         for provider, (future, built) in pending.items():
             try:
                 compiled = future.result()
             except Exception as error:
-                rows[provider.name] = failed(Row(str(case), provider.name, ours=provider.ours), error)
+                rows[provider.name] = provider.row(case).failed(error)
             else:
                 run, loop = functools.partial(compiled, *built.args), functools.partial(trace_loop, built)
-                ready[provider.name] = Ready(run, built.canonical, compiled, loop=loop)
+                ready[provider.name] = Ready(run, built.canonical, compiled=compiled, loop=loop)
         return ready, rows
 
     return finish
 
 
+def forward_alone(ready: Ready, case: Case) -> Ready:
+    """Returns the forward pass alone of a provider of PyTorch, for a case of one step.
+
+    With one step, batch-first and time-first outputs differ only in the place of an axis of length 1.
+    """
+    assert ready.forward is not None
+    shape = (1, case.B, case.H)
+    return dataclasses.replace(ready, run=ready.forward, canonical=lambda ys: {"ys": ys.reshape(shape)})
+
+
 def prepare(
-    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls, *, step: bool = False
+    providers: Sequence[Provider], case: Case, inputs: Inputs, settings: Settings, *, step: bool = False
 ) -> tuple[dict[str, Ready], dict[str, Row]]:
     """Builds and compiles the providers that can run, and returns them with rows that say why the others cannot."""
-    rows = excluded(providers, case, first_calls)
+    rows = excluded(providers, case, FirstCalls(settings))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         finish = begin([p for p in providers if p.name not in rows], case, inputs, pool, step=step)
     ready, broken = finish()
     return ready, rows | broken
+
+
+def clock(ready: Ready) -> timing.Clock:
+    """Returns the clock for the provider's framework."""
+    if ready.compiled is None:
+        return timing.torch_clock(ready.run, own_graphs=ready.own_graphs)
+    return timing.jax_clock(ready.run)
+
+
+def passes(ready: Ready) -> int:
+    """Returns the number of passes in a timed program: more than 1 for a short pass of JAX."""
+    if ready.loop is None:
+        return 1
+    return max(1, min(int(_LOOPED_SECONDS / (clock(ready).batch(3) / 3)), _MOST_PASSES))
+
+
+def repeated(run: Callable[[Any], Any], weights: Any, count: int) -> Any:
+    """Runs `count` passes in a loop, each dependent on the previous one, and returns the last result."""
+
+    def turn(_: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+        weights, _ = before
+        after = run(weights)
+        first = jax.tree.leaves(after)[0].ravel()[0]
+        # make each pass depend on the previous one, so that XLA cannot hoist any of it out of the loop; the weights
+        # are carried by the loop, as an agent's are, because XLA does not fuse the addition of a bias into the
+        # product if the loop computes that bias first
+        return jax.tree.map(lambda w: w + (0 * first).astype(w.dtype), weights), after
+
+    zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(run, weights))
+    return jax.lax.fori_loop(0, count, turn, (weights, zeros))[1]
 
 
 def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
@@ -182,51 +171,15 @@ def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
     """
 
     def loop(weights: Any, *others: Any) -> Any:
-        def turn(_: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
-            weights, _ = before
-            after = built.jitted(weights, *others)
-            first = jax.tree.leaves(after)[0].ravel()[0]
-            # make each pass depend on the previous one, so that XLA cannot hoist any of it out of the loop; the weights
-            # are carried by the loop, as an agent's are, because XLA does not fuse the addition of a bias into the
-            # product if the loop computes that bias first
-            return jax.tree.map(lambda w: w + (0 * first).astype(w.dtype), weights), after
-
-        like = jax.eval_shape(built.jitted, weights, *others)
-        zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), like)
-        return jax.lax.fori_loop(0, count, turn, (weights, zeros))[1]
+        return repeated(lambda weights: built.jitted(weights, *others), weights, count)
 
     lowered = jax.jit(loop).lower(*built.args)
     return lambda: functools.partial(lowered.compile(), *built.args)
 
 
-def check(
-    provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[str] | None = None
-) -> Row | tuple[str, float]:
-    """Runs one pass and compares all outputs and gradients, or only `names`, with the oracle.
-
-    Returns the name of the array with the largest relative error and that error, or a row that says why the provider is
-    not timed.
-    """
-    row = Row(str(truth.case), provider.name, ours=provider.ours)
-    try:
-        for _ in range(2 if ready.own_graphs else 0):
-            ready.run()  # the first call warms up, the second records the graphs
-        got = to_jax(ready.canonical(ready.run()))
-        want = truth.want(provider.dtype, provider.resets)
-        errors = oracle.errors(got, want if names is None else {name: want[name] for name in names})
-    except Exception as error:
-        return failed(row, error)
-    name, largest = oracle.largest_rms(errors)
-    limit = oracle.tolerance(truth.case.cell, provider.precision)
-    if not largest <= limit:
-        reason = f"not timed: {name} is off by {largest:.2g}, more than {limit:g}"
-        return dataclasses.replace(row, status="wrong", reason=reason, error=largest, error_of=name)
-    return name, largest
-
-
 def checked_clocks(
     providers: Sequence[Provider], ready: Mapping[str, Ready], truth: Oracle
-) -> dict[str, Row | tuple[timing.Clock, str, float]]:
+) -> tuple[dict[str, Row], dict[str, timing.Clock]]:
     """Checks passes and, of those that are short, also the programs of many passes that are timed in their place.
 
     Those programs are compiled side by side.
@@ -237,29 +190,24 @@ def checked_clocks(
       truth: the oracle of the case.
 
     Returns:
-      By name, the clock followed by the worse result of `check`, or the row of `check`.
+      By name, the rows, each with the larger error of the two checks, and the clocks of those that are to be timed.
     """
-    found: dict[str, Row | tuple[timing.Clock, str, float]] = {}
+    # nothing is compiled before the passes of all providers are timed to count them
+    rows = {provider.name: check(provider, ready[provider.name], truth) for provider in providers}
+    clocks: dict[str, timing.Clock] = {}
 
     @contextlib.contextmanager
     def row_if_it_fails(provider: Provider) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            found[provider.name] = failed(Row(str(truth.case), provider.name, ours=provider.ours), error)
+            rows[provider.name] = provider.row(truth.case).failed(error)
 
-    # nothing is compiled before the passes of all providers are timed to count them
-    checked: dict[Provider, tuple[str, float]] = {}
-    for provider in providers:
-        result = check(provider, ready[provider.name], truth)
-        if isinstance(result, Row):
-            found[provider.name] = result
-        else:
-            checked[provider] = result
     counts: dict[Provider, int] = {}
-    for provider in checked:
-        with row_if_it_fails(provider):
-            counts[provider] = ready[provider.name].passes()
+    for provider in providers:
+        if rows[provider.name].status == "measured":
+            with row_if_it_fails(provider):
+                counts[provider] = passes(ready[provider.name])
     programs: dict[Provider, concurrent.futures.Future[Callable[[], Any]] | None] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for provider, count in counts.items():
@@ -267,42 +215,24 @@ def checked_clocks(
             with row_if_it_fails(provider):
                 programs[provider] = pool.submit(loop(count)) if loop is not None and count > 1 else None
     for provider, program in programs.items():
-        one = ready[provider.name]
+        name, once = provider.name, ready[provider.name]
         with row_if_it_fails(provider):
             if program is None:
-                found[provider.name] = one.clock(), *checked[provider]
+                clocks[name] = clock(once)
                 continue
             many = program.result()
-            again = check(provider, dataclasses.replace(one, run=many), truth)
-            if isinstance(again, Row):
-                found[provider.name] = again
-            else:
-                worst = max(checked[provider], again, key=lambda pair: pair[1])
-                found[provider.name] = timing.jax_clock(one.run, many, counts[provider]), *worst
-    return found
-
-
-def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
-    """Returns JAX arrays unchanged, and converts PyTorch tensors to JAX arrays that share their memory."""
-    if all(isinstance(x, jax.Array) for x in arrays.values()):
-        return arrays
-    synchronize()
-    return {name: jax.dlpack.from_dlpack(x.detach().contiguous()) for name, x in arrays.items()}
-
-
-def synchronize() -> None:
-    """Waits for the work that PyTorch has enqueued on the GPU, if there is a GPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+            again = check(provider, dataclasses.replace(once, run=many), truth)
+            if again.status == "measured":
+                clocks[name] = timing.jax_clock(once.run, many, counts[provider])
+                again = max(rows[name], again, key=lambda row: row.error or 0.0)
+            rows[name] = again
+    return rows, clocks
 
 
 def time_cases(
     chosen: Sequence[Case],
     providers: Sequence[Provider],
     settings: Settings,
-    first_calls: FirstCalls,
     targets: Callable[[Case], dict[str, float]] = lambda _: {},
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[list[Row]]:
@@ -311,6 +241,7 @@ def time_cases(
     `targets` returns those of a case, keyed by provider. The programs of several cases are compiled side by side, and
     nothing is compiled while a pass is timed.
     """
+    first_calls = FirstCalls(settings)
     for several in in_groups(chosen, _AT_ONCE):
         begun = []
         rows = {case: excluded(providers, case, first_calls) for case in several}
@@ -327,27 +258,22 @@ def time_cases(
         while begun:
             case, able, finish, truth = begun.pop(0)
             progress(str(case))
-            found = rows[case] | _time_case(case, able, *finish(), truth, settings, progress)
+            rows_of_case = rows[case] | _time_case(able, *finish(), truth, settings, progress)
             aims = targets(case)
-            yield [dataclasses.replace(found[p.name], target=aims.get(p.name), note=note(p, case)) for p in providers]
+            yield [
+                dataclasses.replace(rows_of_case[p.name], target=aims.get(p.name), note=note(p, case))
+                for p in providers
+            ]
             del finish, truth
             release()
 
 
 def _time_case(
-    case: Case, providers: Sequence[Provider], ready: dict[str, Ready], rows: dict[str, Row], truth: Oracle,
-    settings: Settings, progress: Callable[[str], None],
+    providers: Sequence[Provider], ready: dict[str, Ready], rows: dict[str, Row], truth: Oracle, settings: Settings,
+    progress: Callable[[str], None],
 ) -> dict[str, Row]:  # fmt: skip
-    clocks: dict[str, timing.Clock] = {}
-    built = [provider for provider in providers if provider.name in ready]
-    checked = checked_clocks(built, ready, truth)
-    for provider in built:
-        name, found = provider.name, checked[provider.name]
-        if isinstance(found, Row):
-            rows[name] = found
-        else:
-            clocks[name], worst, size = found
-            rows[name] = Row(str(case), name, ours=provider.ours, error=size, error_of=worst)
+    checked, clocks = checked_clocks([provider for provider in providers if provider.name in ready], ready, truth)
+    rows |= checked
     truth.forget()
     time_rows(rows, clocks, settings, progress, scale=1e3)
     return rows
@@ -370,11 +296,7 @@ def in_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def time_steps(
-    case: Case,
-    providers: Sequence[Provider],
-    settings: Settings,
-    first_calls: FirstCalls,
-    progress: Callable[[str], None] = lambda _: None,
+    case: Case, providers: Sequence[Provider], settings: Settings, progress: Callable[[str], None] = lambda _: None
 ) -> list[Row]:
     """Returns a row for every provider, all of PyTorch: microseconds until a call of one step returns.
 
@@ -382,63 +304,59 @@ def time_steps(
     device is the bottleneck.
     """
     inputs = Inputs(cases.make_inputs(case))
-    ready, rows = prepare(providers, case, inputs, first_calls, step=True)
+    ready, rows = prepare(providers, case, inputs, settings, step=True)
     if ready:
-        rows |= _time_ready_steps(
-            ready, [one for one in providers if one.name in ready], case, inputs, settings, progress
-        )
+        able = [provider for provider in providers if provider.name in ready]
+        rows |= _time_ready_steps(ready, able, Oracle(case, inputs.jax), settings, progress)
     return [dataclasses.replace(rows[provider.name], unit="us") for provider in providers]
 
 
 def _time_ready_steps(
-    ready: Mapping[str, Ready], providers: Sequence[Provider], case: Case, inputs: Inputs, settings: Settings,
+    ready: Mapping[str, Ready], providers: Sequence[Provider], truth: Oracle, settings: Settings,
     progress: Callable[[str], None],
 ) -> dict[str, Row]:  # fmt: skip
     """Times the providers that are ready, and returns their rows by name."""
     import torch
 
-    truth = Oracle(case, inputs.jax)
     rows: dict[str, Row] = {}
-    host, device, errors = {}, {}, {}
+    host: dict[str, timing.Clock] = {}
+    device: dict[str, timing.Clock] = {}
     with torch.no_grad():
         for provider in providers:
-            name, one = provider.name, ready[provider.name]
-            checked = check(provider, one, truth, names=("ys",))
-            if isinstance(checked, Row):
-                rows[name] = checked
+            name, step = provider.name, ready[provider.name]
+            rows[name] = check(provider, step, truth, names=("ys",))
+            if rows[name].status != "measured":
                 continue
             try:
-                device[f"{name}, device"] = one.clock()
+                device[f"{name}, device"] = clock(step)
+                host[name] = timing.host_clock(step.run, timing.synchronize)
             except Exception as error:
-                rows[name] = failed(Row(str(case), name, ours=provider.ours), error)
-                continue
-            host[name], errors[name] = timing.host_clock(one.run, synchronize), checked
+                rows[name] = provider.row(truth.case).failed(error)
         spreads = timing.interleave(host | device, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
     for provider in (provider for provider in providers if provider.name in host):
         name = provider.name
-        on_host, on_device, clock = spreads[name], spreads[f"{name}, device"], device[f"{name}, device"]
-        row = Row(str(case), name, ours=provider.ours, error=errors[name][1], error_of=errors[name][0])
+        on_host, on_device = spreads[name], spreads[f"{name}, device"]
         if isinstance(on_host, Exception):
-            rows[name] = failed(row, on_host)
+            rows[name] = rows[name].failed(on_host)
             continue
         if isinstance(on_device, Exception):
-            rows[name] = failed(row, on_device)
+            rows[name] = rows[name].failed(on_device)
             continue
         returned, wall = on_host
-        notes = [note(provider, case)]
-        if clock.method == timing.REPLAYS:  # the clock of eager calls may measure the host
+        notes = [note(provider, truth.case)]
+        if device[f"{name}, device"].method == timing.REPLAYS:  # the clock of eager calls may measure the host
             seconds = on_device[0].median
             notes.append(f"device {1e6 * seconds:.3g} us" + (", the bottleneck" if seconds > returned.median else ""))
-        row = dataclasses.replace(row, note="; ".join(filter(None, notes)))
+        row = dataclasses.replace(rows[name], note="; ".join(filter(None, notes)))
         rows[name] = timed(row, returned, wall, scale=1e6, method=host[name].method)
     return rows
 
 
-def timed(row: Row, spread: timing.Spread, wall: timing.Spread, *, scale: float, method: str) -> Row:
+def timed(row: Row, spread: timing.Spread, wall: timing.Spread | None, *, scale: float, method: str) -> Row:
     """Returns `row` with its figures; `scale` converts seconds to its unit."""
     return dataclasses.replace(
         row, value=scale * spread.median, low=scale * spread.low, high=scale * spread.high, calls=spread.calls,
-        wall=scale * wall.median, method=method,
+        wall=None if wall is None else scale * wall.median, method=method,
     )  # fmt: skip
 
 
@@ -451,16 +369,11 @@ def time_rows(
     `scale` converts seconds to the unit of the rows. `method` says how they were measured; the default is the clock's.
     """
     spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-    for name, found in spreads.items():
-        if isinstance(found, Exception):
-            rows[name] = failed(rows[name], found)
+    for name, spread in spreads.items():
+        if isinstance(spread, Exception):
+            rows[name] = rows[name].failed(spread)
         else:
-            rows[name] = timed(rows[name], *found, scale=scale, method=method or clocks[name].method)
-
-
-def failed(row: AnyRow, error: Exception) -> AnyRow:
-    """Returns `row` marked as failed by `error`."""
-    return dataclasses.replace(row, status="failed", reason=timing.first_line(error))
+            rows[name] = timed(rows[name], *spread, scale=scale, method=method or clocks[name].method)
 
 
 def note(provider: Provider, case: Case) -> str:

@@ -7,19 +7,23 @@ derived by hand. Its inputs have the provider's values: they are rounded to bflo
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 import jaxrnn
+from benchmarks import timing
 from jaxrnn.cells import CELLS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from benchmarks.cases import Case, Dtype, Precision
+    from benchmarks.cases import Case, Dtype, NormCase, Precision
+    from benchmarks.providers import Provider, Ready
+    from benchmarks.results import Row
 
     Arrays = dict[str, jax.Array]
     Errors = dict[str, tuple[float, float]]
@@ -46,25 +50,50 @@ def tolerance(cell: str, precision: Precision) -> float:
     return 5e-2 if precision == "bf16" or cell == "simple_relu" else 1e-2
 
 
-def forward(cell: str, weights: Arrays, rest: Mapping[str, Any], **options: Any) -> jax.Array:
+def forward(cell: str, weights: Arrays, fixed: Mapping[str, Any], **options: Any) -> jax.Array:
     """Returns the outputs `[T, B, H]` of a cell's function; `weights` also has `xs`, and the states of new episodes."""
     weights = dict(weights)
     xs = weights.pop("xs")
     states = [weights.pop(name) for name in ("reset_c", "reset_h") if name in weights]
     if states:
         options["reset_state"] = states[0] if len(states) == 1 else tuple(states)
-    carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
-    ys: jax.Array = FUNCTIONS[cell](CELLS[cell].params(**weights), carry, xs, resets=rest["resets"], **options)[1]
+    params, resets = CELLS[cell].params(**weights), fixed["resets"]
+    ys: jax.Array = FUNCTIONS[cell](params, initial_carry(fixed), xs, resets=resets, **options)[1]
     return ys
 
 
-def with_gradients(cell: str, inputs: Arrays, **options: Any) -> Arrays:
-    """Returns `ys` and the gradients `dxs`, `dw_ih`, ... of a cell's function for the cotangent `ct_ys`."""
-    rest: dict[str, jax.Array] = {name: inputs[name] for name in ("h0", "c0", "resets", "ct_ys") if name in inputs}
-    differentiated = {name: x for name, x in inputs.items() if name not in rest}
-    ys, vjp = jax.vjp(lambda arrays: forward(cell, arrays, rest, **options), differentiated)
-    (gradients,) = vjp(rest["ct_ys"])
-    return {"ys": ys, **{"d" + name: x for name, x in gradients.items()}}
+def initial_carry(states: Mapping[str, Any]) -> Any:
+    """Returns `h0`, or `(c0, h0)` of an LSTM."""
+    return (states["c0"], states["h0"]) if "c0" in states else states["h0"]
+
+
+def of_gradients(gradients: Arrays) -> Arrays:
+    """Returns gradients by their own names, as in `dxs`."""
+    return {f"d{name}": x for name, x in gradients.items()}
+
+
+def run_cell(cell: str, inputs: Arrays, *, gradients: bool = True, **options: Any) -> Arrays:
+    """Returns `ys` of a cell's function and the gradients `dxs`, `dw_ih`, ..., if wanted, for the cotangent `ct_ys`."""
+    fixed: Arrays = {name: inputs[name] for name in ("h0", "c0", "resets", "ct_ys") if name in inputs}
+    differentiated = {name: x for name, x in inputs.items() if name not in fixed}
+    if not gradients:
+        return {"ys": forward(cell, differentiated, fixed, **options)}
+    ys, vjp = jax.vjp(lambda arrays: forward(cell, arrays, fixed, **options), differentiated)
+    return {"ys": ys, **of_gradients(*vjp(fixed["ct_ys"]))}
+
+
+class Truth(Protocol):
+    """The correct results of a case, which those of providers are compared with."""
+
+    @property
+    def case(self) -> Case | NormCase:
+        """The case."""
+
+    def errors(self, provider: Provider, results: dict[str, Any], names: Sequence[str] | None = None) -> Errors:
+        """Returns the errors of a provider's results, which are all of them or those in `names`."""
+
+    def tolerance(self, provider: Provider) -> float:
+        """Returns the largest relative error with which a provider is still timed."""
 
 
 class Oracle:
@@ -79,7 +108,7 @@ class Oracle:
 
         def run(arrays: Arrays) -> Arrays:
             wide = {name: x if x.dtype == bool else x.astype(jnp.float64) for name, x in arrays.items()}
-            return with_gradients(case.cell, wide, implementation="xla", precision="highest")
+            return run_cell(case.cell, wide, implementation="xla", precision="highest")
 
         self._run = jax.jit(jax.vmap(run) if case.models else run)
 
@@ -96,6 +125,15 @@ class Oracle:
             with jax.enable_x64(True):
                 self._results[dtype, resets] = run(self._arrays(dtype, resets))
         return self._results[dtype, resets]
+
+    def errors(self, provider: Provider, results: dict[str, Any], names: Sequence[str] | None = None) -> Errors:
+        """Returns the errors of a provider's results, which are all outputs and gradients or those in `names`."""
+        got, want = to_jax(results), self.want(provider.dtype, provider.resets)
+        return errors(got, want if names is None else {name: want[name] for name in names})
+
+    def tolerance(self, provider: Provider) -> float:
+        """Returns the largest error with which a provider is still timed."""
+        return tolerance(self.case.cell, provider.precision)
 
     def forget(self) -> None:
         """Frees the results."""
@@ -129,3 +167,36 @@ def errors(got: Arrays, want: Arrays) -> Errors:
             raise ValueError(f"{name} has shape {x.shape}, want {want[name].shape}")
     with jax.enable_x64(True):
         return {name: (float(rms), float(largest)) for name, (rms, largest) in _errors(got, want).items()}
+
+
+def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
+    """Returns JAX arrays unchanged, and converts PyTorch tensors to JAX arrays that share their memory."""
+    if all(isinstance(x, jax.Array) for x in arrays.values()):
+        return arrays
+    timing.synchronize()
+    return {name: jax.dlpack.from_dlpack(x.detach().contiguous()) for name, x in arrays.items()}
+
+
+def judged(row: Row, errors: Errors, limit: float, difference: str = "is off by") -> Row:
+    """Returns `row` with the largest error of any array, and marked as wrong if that exceeds `limit`."""
+    name, error = largest_rms(errors)
+    row = dataclasses.replace(row, error=error, error_of=name)
+    if error <= limit:
+        return row
+    reason = f"not timed: {name} {difference} {error:.2g}, more than {limit:g}"
+    return dataclasses.replace(row, status="wrong", reason=reason)
+
+
+def check(provider: Provider, ready: Ready, truth: Truth, *, names: Sequence[str] | None = None) -> Row:
+    """Runs one pass and compares all outputs and gradients, or only `names`, with the correct ones.
+
+    Returns a row without a figure, which is marked as wrong or failed if the provider is not to be timed.
+    """
+    row = provider.row(truth.case)
+    try:
+        for _ in range(2 if ready.own_graphs else 0):
+            ready.run()  # the first call warms up, the second records the graphs
+        errors = truth.errors(provider, ready.canonical(ready.run()), names)
+    except Exception as error:
+        return row.failed(error)
+    return judged(row, errors, truth.tolerance(provider))

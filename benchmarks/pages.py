@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import cases, norms
+from benchmarks import cases
 from benchmarks.oracle import tolerance
 from benchmarks.report import number, times, versions
 from benchmarks.results import RESULTS, AgentRow, Report, Row
@@ -77,7 +77,7 @@ def rows_of(suite: str, device: str = DEVICE) -> list[Row]:
 
 def figures(suite: str, device: str = DEVICE) -> Figures:
     """Returns the figures of a suite."""
-    return {(row.case, row.provider): row.value for row in rows_of(suite, device) if row.value is not None}
+    return load(suite, device).figures()
 
 
 def measured_on(suite: str, device: str = DEVICE) -> str:
@@ -118,9 +118,9 @@ def between(values: Iterable[float], form: Callable[[float], str] = number) -> s
     return form(low) if form(low) == form(high) else f"{form(low)} to {form(high)}"
 
 
-def entry(found: Figures, case: str, providers: Iterable[str]) -> str:
+def entry(measured: Figures, case: str, providers: Iterable[str]) -> str:
     """Returns what a table has of several providers, as in `2.62 / 1.73`, or `-` if there is none."""
-    values = [found.get((case, provider)) for provider in providers]
+    values = [measured.get((case, provider)) for provider in providers]
     texts = ["-" if value is None else number(value) for value in values]
     return "-" if {*texts} == {"-"} else " / ".join(texts)
 
@@ -136,16 +136,16 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
-def ahead(found: Figures, ours: Sequence[str] = OURS) -> str:
+def ahead(ms: Figures, ours: Sequence[str] = OURS) -> str:
     """Returns a sentence with what is faster than ours of the same precision, and where."""
     faster = []
     for heading, providers in PEERS.items():
         for provider, name, precision in zip(providers, ours, ("TF32", "bfloat16"), strict=False):
-            for case in [case for case, other in found if other == provider and (case, name) in found]:
-                ratio = found[case, provider] / found[case, name]
+            for case in [case for case, other in ms if other == provider and (case, name) in ms]:
+                ratio = ms[case, provider] / ms[case, name]
                 if ratio < 1:
                     faster.append(f"{heading}, {ratio:.2f} of our time for {case} in {precision}")
-    rows = len({case for case, name in found if name in ours})
+    rows = len({case for case, name in ms if name in ours})
     return f"In {rows} rows (TF32, bfloat16), faster than ours: {'; '.join(faster) or 'none'}."
 
 
@@ -178,8 +178,8 @@ def final_return(row: AgentRow) -> str:
 
 def claim() -> str:
     """Returns a sentence with the speed-up of whole agents by the import swap, and their returns."""
-    found = figures("scripts")
-    ratios = {case: value / found[case, "flax"] for (case, name), value in found.items() if name == "jaxrnn"}
+    speeds = figures("scripts")
+    ratios = {case: value / speeds[case, "flax"] for (case, name), value in speeds.items() if name == "jaxrnn"}
     swapped = [ratio for case, ratio in ratios.items() if case.startswith("purejaxrl")]
     (craftax,) = (ratio for case, ratio in ratios.items() if case.startswith("Craftax"))
     several = [row for row in agents() if row.seeds > 1]
@@ -234,9 +234,9 @@ def several_gpus() -> str:
 
 def scripts() -> str:
     """The speed of other projects' scripts with each recurrence."""
-    found, rows = figures("scripts"), []
-    for case in dict.fromkeys(case for case, _ in found):
-        ours, flax, none = (found[case, name] for name in ("jaxrnn", "flax", "no recurrence"))
+    speeds, rows = figures("scripts"), []
+    for case in dict.fromkeys(case for case, _ in speeds):
+        ours, flax, none = (speeds[case, name] for name in ("jaxrnn", "flax", "no recurrence"))
         rows.append((case, speed(ours), speed(flax), speed(none), times(ours / flax), percent(ours / none)))
     headings = ("script", "jaxrnn", "its own class", "no recurrence", "times as fast", "of no recurrence")
     return together(table(headings, rows), prose(measured_on("scripts")))
@@ -245,13 +245,13 @@ def scripts() -> str:
 # Recurrences.
 
 
-def recurrences(found: Figures, labels: Iterable[str], peers: Iterable[str], precisions: int) -> str:
+def recurrences(ms: Figures, labels: Iterable[str], peers: Iterable[str], precisions: int) -> str:
     """Returns a table of milliseconds, in which the figures of the implementation that is fastest in TF32 are bold."""
     columns = {"jaxrnn": OURS} | {heading: PEERS[heading] for heading in peers}
     rows = []
     for case in labels:
-        cells = [entry(found, case, providers[:precisions]) for providers in columns.values()]
-        values = [found.get((case, providers[0]), math.inf) for providers in columns.values()]
+        cells = [entry(ms, case, providers[:precisions]) for providers in columns.values()]
+        values = [ms.get((case, providers[0]), math.inf) for providers in columns.values()]
         fastest = values.index(min(values))
         cells[fastest] = f"**{cells[fastest]}**"
         rows.append((case, *cells))
@@ -261,15 +261,15 @@ def recurrences(found: Figures, labels: Iterable[str], peers: Iterable[str], pre
 def readme_recurrences() -> str:
     """Five rows of suite `headline` in TF32."""
     labels = "GRU 64,128,128", "GRU 2048,256,128", "GRU 512,32,1024", "GRU 8,1024,256", "LSTM 1024,128,256"
-    found = figures("headline")
-    return together(recurrences(found, labels, [*PEERS][:4], 1), prose(ahead(found)))
+    ms = figures("headline")
+    return together(recurrences(ms, labels, [*PEERS][:4], 1), prose(ahead(ms)))
 
 
 def all_recurrences() -> str:
     """All rows of suite `headline`."""
-    found = figures("headline")
+    ms = figures("headline")
     narrow, wide = (
-        [found[str(case), "flax"] / found[str(case), "jaxrnn"] for case in cases.HEADLINE if (case.H <= 256) == up_to]
+        [ms[str(case), "flax"] / ms[str(case), "jaxrnn"] for case in cases.HEADLINE if (case.H <= 256) == up_to]
         for up_to in (True, False)
     )
     unfinished = [
@@ -278,7 +278,7 @@ def all_recurrences() -> str:
         if (row.provider, row.status) == ("torchrl", "unfinished")
     ]
     sentences = [
-        ahead(found),
+        ahead(ms),
         f"In TF32, Flax's `ScannedRNN` takes {between(narrow, times)} times our time for up to 256 units, and "
         f"{between(wide, times)} times for more.",
         "A `-` is not measured.",
@@ -286,15 +286,15 @@ def all_recurrences() -> str:
         "Wider states were not tried." if unfinished else "",
         measured_on("headline"),
     ]
-    return together(recurrences(found, map(str, cases.HEADLINE), PEERS, 2), prose(*filter(None, sentences)))
+    return together(recurrences(ms, map(str, cases.HEADLINE), PEERS, 2), prose(*filter(None, sentences)))
 
 
 def few_sequences() -> str:
     """The time of cuDNN for few sequences, divided by ours."""
-    found = figures("small")
+    ms = figures("small")
     labels = [str(case) for case in cases.SMALL if (case.T, case.H, case.reset_state) == (128, 128, "")]
     plain, packed = (
-        between([found[x, name] / found[x, "jaxrnn"] for x in labels if (x, name) in found], times)
+        between([ms[x, name] / ms[x, "jaxrnn"] for x in labels if (x, name) in ms], times)
         for name in ("torch-cudnn", "torch-cudnn-packed")
     )
     return prose(
@@ -305,12 +305,12 @@ def few_sequences() -> str:
 
 def other_cells() -> str:
     """The times of every cell but the LSTM."""
-    found, rows = figures("cells"), []
-    for case in dict.fromkeys(case for case, _ in found):
+    ms, rows = figures("cells"), []
+    for case in dict.fromkeys(case for case, _ in ms):
         name, _, shape = case.partition(" ")
-        ratios = [f"{found[case, ours] / found[f'GRU {shape}', ours]:.2f}" for ours in OURS]
-        peers = [entry(found, case, PEERS[heading]) for heading in ("Flax", "`lax.scan` (hoisted)")]
-        rows.append((f"{CELLS[name]} {shape}", entry(found, case, OURS), " / ".join(ratios), *peers))
+        ratios = [f"{ms[case, ours] / ms[f'GRU {shape}', ours]:.2f}" for ours in OURS]
+        peers = [entry(ms, case, PEERS[heading]) for heading in ("Flax", "`lax.scan` (hoisted)")]
+        rows.append((f"{CELLS[name]} {shape}", entry(ms, case, OURS), " / ".join(ratios), *peers))
     errors = [
         row.error for row in rows_of("cells")
         if row.case.startswith("SIMPLE_RELU") and row.error is not None and not row.provider.endswith("bf16")
@@ -326,29 +326,29 @@ def other_cells() -> str:
 
 def many_agents() -> str:
     """The times of many models under vmap."""
-    found = figures("vmap")
+    ms = figures("vmap")
     columns = OURS, PEERS["`lax.scan` (hoisted)"], PEERS["Flax"]
-    rows = [(str(case.models), *(entry(found, str(case), names) for names in columns)) for case in cases.VMAP]
+    rows = [(str(case.models), *(entry(ms, str(case), names) for names in columns)) for case in cases.VMAP]
     return table(("agents", "jaxrnn, TF32 / bfloat16", "`lax.scan` (hoisted)", "Flax `ScannedRNN`"), rows)
 
 
 def memory() -> str:
     """The memory of a pass, and what recomputing costs."""
-    found, headline, case = figures("memory"), figures("headline"), str(cases.MEMORY)
+    gigabytes, headline, case = figures("memory"), figures("headline"), str(cases.MEMORY)
     columns = {"jaxrnn": OURS, "jaxrnn, `remat=True`": ("jaxrnn-remat",), **PEERS}
     longer, shorter = (number(headline[case, name]) for name in ("jaxrnn-remat", "jaxrnn"))
     remat = (
         "`remat=True` recomputes in chunks of time: the forward kernel runs a second time, and the pass takes "
         f"{longer} ms instead of {shorter} ms in TF32."
     )
-    row = case, *(entry(found, case, names) for names in columns.values())
+    row = case, *(entry(gigabytes, case, names) for names in columns.values())
     return together(table(("B, T, H", *columns), [row]), prose(remat))
 
 
 def first_call() -> str:
     """The seconds of a first call."""
-    found, columns = figures("compile"), (OURS, PEERS["Flax"], PEERS["`lax.scan` (hoisted)"])
-    rows = [(str(case), *(entry(found, str(case), names) for names in columns)) for case in cases.COMPILE]
+    seconds, columns = figures("compile"), (OURS, PEERS["Flax"], PEERS["`lax.scan` (hoisted)"])
+    rows = [(str(case), *(entry(seconds, str(case), names) for names in columns)) for case in cases.COMPILE]
     second = [
         f"{number(value)} s for {case.removesuffix(', second process')}"
         for (case, _), value in figures("compile", H100).items()
@@ -385,11 +385,10 @@ def other_gpus() -> str:
     rows = []
     for case in labels:
         others = [
-            between([found[case, name] for found, _ in columns.values() if (case, name) in found])
-            for name in peers.values()
+            between([ms[case, name] for ms, _ in columns.values() if (case, name) in ms]) for name in peers.values()
         ]
-        rows.append((case, *(entry(found, case, ours) for found, ours in columns.values()), *others))
-    sentences = [f"**{name[0].upper()}{name[1:]}:** {ahead(found, ours)}" for name, (found, ours) in columns.items()]
+        rows.append((case, *(entry(ms, case, ours) for ms, ours in columns.values()), *others))
+    sentences = [f"**{name[0].upper()}{name[1:]}:** {ahead(ms, ours)}" for name, (ms, ours) in columns.items()]
     return together(table(("B, T, H", *columns, *peers), rows), *map(prose, sentences))
 
 
@@ -399,15 +398,15 @@ def wide_on_other_gpus() -> str:
     columns = {name: figures("choice", folder) for name, folder in AS_OTHERS.items()}
     rows = [
         (
-            case, *(entry(found, case, ["default"]) for found in columns.values()),
-            between(found[case, "xla"] for found in columns.values()),
+            case, *(entry(ms, case, ["default"]) for ms in columns.values()),
+            between(ms[case, "xla"] for ms in columns.values()),
         )
         for case in labels
     ]  # fmt: skip
     ratios = [
-        found[case, "default"] / min(found[case, "triton"], found[case, "xla"])
-        for found in (figures("choice"), *columns.values())
-        for case in {case for case, _ in found}
+        ms[case, "default"] / min(ms[case, "triton"], ms[case, "xla"])
+        for ms in (figures("choice"), *columns.values())
+        for case in {case for case, _ in ms}
     ]
     choice = (
         f'Suite `choice` compares `implementation=None` with "triton" and "xla" in {len(ratios) // (1 + len(columns))} '
@@ -422,21 +421,20 @@ def wide_on_other_gpus() -> str:
 
 def norm_shares(shapes: Iterable[tuple[int, int]]) -> str:
     """Returns a table of the shares of a copy's bandwidth, and where another implementation has a larger one."""
-    found, shapes = figures("norm"), sorted(shapes, key=lambda shape: (shape[1], shape[0]))
+    share_of, shapes = figures("norm"), sorted(shapes, key=lambda shape: (shape[1], shape[0]))
     names = {"jaxrnn": "jaxrnn", "xla": "XLA", "torch-compile": "`torch.compile`"}
-    kinds = {(case.kind, case.direction, case.dtype): None for case in norms.cases()}
+    kinds = {(case.kind, case.direction, case.dtype): None for case in cases.NORMS}
     rows, gaps = [], {}
     for kind, direction, dtype in sorted(kinds, key=lambda x: (x[0] == "layer", x[2] == "f32", x[1] == "bwd")):
         cells = []
         for shape in shapes:
-            case = str(norms.NormCase(kind, direction, dtype, *shape))
-            shares = [found[case, name] for name in names]
+            case = str(cases.NormCase(kind, direction, dtype, *shape))
+            shares = [share_of[case, name] for name in names]
             cells.append(" / ".join(f"{share:.2f}" for share in shares))
             if max(shares) > shares[0]:
                 best = [*names.values()][shares.index(max(shares))]
                 gaps[case] = max(shares) - shares[0], f"{best} has {max(shares):.2f}, ours {shares[0]:.2f}"
-        heading = f"{norms.NAMES[kind]} {'forward' if direction == 'fwd' else 'backward'}"
-        rows.append((f"{heading}, {'bfloat16' if dtype == 'bf16' else 'float32'}", *cells))
+        rows.append((f"{cases.NORM_NAMES[kind]} {cases.DIRECTIONS[direction]}, {cases.DTYPES[dtype]}", *cells))
     where = f"XLA or `torch.compile` has a larger share in {len(gaps)} of these {len(rows) * len(shapes)} cells."
     if gaps:
         case, (_, largest) = max(gaps.items(), key=lambda item: item[1][0])
@@ -447,13 +445,13 @@ def norm_shares(shapes: Iterable[tuple[int, int]]) -> str:
 
 def large_norms() -> str:
     """The shares of large arrays."""
-    return norm_shares(norms.WIDE)
+    return norm_shares(cases.WIDE_NORMS)
 
 
 def small_norms() -> str:
     """The shares of the smaller arrays of an agent."""
-    fewest = min(rows for rows, _ in norms.RECURRENT)
-    return norm_shares(shape for shape in norms.RECURRENT if shape[0] == fewest)
+    fewest = min(rows for rows, _ in cases.RECURRENT_NORMS)
+    return norm_shares(shape for shape in cases.RECURRENT_NORMS if shape[0] == fewest)
 
 
 # PyTorch.
@@ -461,7 +459,7 @@ def small_norms() -> str:
 
 def torch_modules() -> str:
     """The times of the modules for PyTorch, with resets, and of a call of one step."""
-    found = figures("torch")
+    ms = figures("torch")
     columns = {
         "eager": "torch_bridge",
         "`torch.compile`": "torch_bridge-compiled",
@@ -470,7 +468,7 @@ def torch_modules() -> str:
         "TorchRL Triton": "torchrl",
     }
     rows = [
-        (str(case), *(entry(found, str(case), [name]) for name in columns.values()))
+        (str(case), *(entry(ms, str(case), [name]) for name in columns.values()))
         for case in cases.TORCH
         if case.reset_rate
     ]

@@ -12,7 +12,7 @@ from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from benchmarks import cases, norms
+from benchmarks import cases
 from benchmarks.report import number, times, versions
 from benchmarks.results import AgentRow, Report, Row
 
@@ -75,7 +75,7 @@ _WIDTH = 8.3  # 830 pixels, the width of a page on GitHub, at 100 to the inch
 
 def draw(folder: Path) -> list[Path]:
     """Draws the figures whose suites have results in `folder`, and returns their paths."""
-    made = []
+    images = []
     for name, (suites, figure) in FIGURES.items():
         paths = [folder / f"{suite}.json" for suite in suites]
         if not all(path.exists() for path in paths):
@@ -85,9 +85,9 @@ def draw(folder: Path) -> list[Path]:
             with mpl.rc_context(settings):
                 drawn = figure(*reports)
                 if drawn is not None:
-                    made.append(folder / f"{name}-{theme}.svg")
-                    drawn.savefig(made[-1], metadata={"Date": None})
-    return made
+                    images.append(folder / f"{name}-{theme}.svg")
+                    drawn.savefig(images[-1], metadata={"Date": None})
+    return images
 
 
 def _figure(report: Report, height: float) -> Figure:
@@ -102,12 +102,6 @@ def _label(axis: Axis, form: str) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(form)
     axis.set_minor_formatter(NullFormatter())
-
-
-def _values(report: Report) -> dict[tuple[str, str], float]:
-    return {
-        (row.case, row.provider): row.value for row in report.rows if isinstance(row, Row) and row.value is not None
-    }
 
 
 # The bars of the README's figure: cases of the results of scripts and of suite `headline`.
@@ -127,7 +121,7 @@ def speedup(scripts: Report, headline: Report) -> Figure:
 
     A mark shows what a script reaches without any recurrence, which is the most that a recurrence can bring.
     """
-    whole, alone = _values(scripts), _values(headline)
+    whole, alone = scripts.figures(), headline.figures()
     figure = Figure(figsize=(_WIDTH, 3.3), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(len(SCRIPTS), len(ALONE)))
     limits = [whole[case, "no recurrence"] / whole[case, "flax"] for case in SCRIPTS]
@@ -192,7 +186,7 @@ def headline(report: Report) -> Figure:
 
     The text at the end of a row says which providers have no time, and why.
     """
-    values = _values(report)
+    values = report.figures()
     labels = [str(case) for case in cases.HEADLINE if (str(case), "jaxrnn") in values]
     shown = [name for name in STYLES if any(provider == name for _, provider in values)]
     reasons = {
@@ -235,7 +229,7 @@ def small(report: Report) -> Figure:
     axes.set_yscale("log")
     _label(axes.yaxis, "{x:g}")
     axes.set_ylabel("milliseconds (log scale; lower is better)")
-    values = _values(report)
+    values = report.figures()
     chosen = [case for case in cases.SMALL if (case.T, case.H) == (128, 128) and not case.reset_state]
     for name, (color, marker, legend) in STYLES.items():
         points = [(case.B, values.get((str(case), name), math.nan)) for case in chosen]  # NaN interrupts the line
@@ -254,16 +248,16 @@ def norm(report: Report) -> Figure:
     For each length, it shows the case with the most rows.
     """
     figure = _figure(report, 6)
-    values = _values(report)
+    values = report.figures()
     panels = figure.subplots(2, 2, sharex=True, sharey=True, squeeze=False)
-    for i, (kind, title) in enumerate(norms.NAMES.items()):
-        for j, direction in enumerate(("fwd", "bwd")):
+    for i, (kind, title) in enumerate(cases.NORM_NAMES.items()):
+        for j, direction in enumerate(cases.DIRECTIONS):
             axes = panels[i][j]
-            axes.set_title(f"{title}, {'forward' if direction == 'fwd' else 'backward'}, bfloat16")
+            axes.set_title(f"{title}, {cases.DIRECTIONS[direction]}, bfloat16")
             axes.grid()
             axes.axhline(1, color="C5", linewidth=0.8)
             chosen = [
-                case for case in norms.cases() if (case.kind, case.direction, case.dtype) == (kind, direction, "bf16")
+                case for case in cases.NORMS if (case.kind, case.direction, case.dtype) == (kind, direction, "bf16")
             ]
             largest = {case.columns: case for case in sorted(chosen, key=lambda case: case.rows)}
             for name, (color, marker, legend, line) in NORM_STYLES.items():

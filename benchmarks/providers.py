@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, oracle
+from benchmarks.results import Row
 from jaxrnn import cells, linen
 from jaxrnn.cells import base, norm
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from benchmarks.cases import Case, Dtype, Precision
+    from benchmarks.cases import Case, Dtype, NormCase, Precision
+    from benchmarks.results import Status
 
     Arrays = dict[str, jax.Array]
     Tensors = dict[str, Any]
@@ -41,15 +43,12 @@ class Inputs:
         self._jax: dict[tuple[Dtype, bool], Arrays] = {}
         self._torch: dict[tuple[Dtype, bool], Tensors] = {}
 
-    def _rounded(self, dtype: Dtype) -> dict[str, NDArray[Any]]:
-        """Returns the arrays, those of floating-point numbers in `dtype`."""
-        to = cases.NUMPY_DTYPES[dtype]
-        return {name: x if x.dtype == bool else x.astype(to, copy=False) for name, x in self.numpy.items()}
-
     def jax(self, dtype: Dtype, resets: bool) -> Arrays:
         """Returns the inputs as JAX arrays on the default device, with the case's resets or with none."""
         if (dtype, True) not in self._jax:
-            arrays = jax.device_put(self._rounded(dtype))
+            to = cases.NUMPY_DTYPES[dtype]
+            rounded = {name: x if x.dtype == bool else x.astype(to, copy=False) for name, x in self.numpy.items()}
+            arrays = jax.device_put(rounded)
             self._jax[dtype, True] = arrays
             self._jax[dtype, False] = arrays | {"resets": jnp.zeros_like(arrays["resets"])}
         return self._jax[dtype, resets]
@@ -60,7 +59,7 @@ class Inputs:
 
         if (dtype, True) not in self._torch:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            to = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+            to = getattr(torch, cases.DTYPES[dtype])
             tensors = {
                 name: torch.from_numpy(x).to(device) if x.dtype == bool else torch.from_numpy(x).to(device).to(to)
                 for name, x in self.numpy.items()
@@ -86,30 +85,33 @@ class JaxPass:
 
 
 @dataclasses.dataclass(frozen=True)
-class TorchPass:
-    """A pass of a PyTorch provider.
+class Ready:
+    """A pass that is ready to run: one of PyTorch, or one of JAX that is compiled.
 
     Attributes:
       run: enqueues the pass and returns its result.
-      canonical: converts its result to the names and the layout of the oracle.
-      forward: enqueues the forward pass alone and returns its outputs, in the layout of the provider.
-      own_graphs: whether it replays CUDA graphs of its own, from the third call on.
+      canonical: converts that result to the names and the layout of the oracle.
+      forward: enqueues the forward pass alone and returns its outputs, in the layout of the provider; of PyTorch.
+      own_graphs: whether it replays CUDA graphs of its own, from the third call on; of PyTorch.
+      compiled: XLA's compiled program; of JAX.
+      loop: traces a number of passes as one program and returns the function that compiles it; of JAX.
     """
 
     run: Callable[[], Any]
-    canonical: Callable[[Any], Tensors]
-    forward: Callable[[], Any]
+    canonical: Callable[[Any], Any]
+    forward: Callable[[], Any] | None = None
     own_graphs: bool = False
+    compiled: Any = None
+    loop: Callable[[int], Callable[[], Callable[[], Any]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """One way to compute a pass.
+    """One way to compute a pass of a recurrence or of a norm; all but `name` and `build` is of recurrences.
 
     Attributes:
       name: the name in tables.
-      build: returns the pass of a case.
-      note: a description in one line.
+      build: returns the pass of a case, given its inputs: `Inputs` or, of a norm, `norms.Inputs`.
       cells: the cells that it supports.
       dtype: the dtype of its inputs.
       precision: the precision of its matrix products, which `oracle.tolerance` takes.
@@ -121,8 +123,7 @@ class Provider:
     """
 
     name: str
-    build: Callable[[Case, Inputs], JaxPass | TorchPass]
-    note: str
+    build: Callable[[Any, Any], JaxPass | Ready]
     cells: tuple[str, ...] = cases.MEASURED
     dtype: Dtype = "f32"
     precision: Precision = "tf32"
@@ -136,6 +137,18 @@ class Provider:
     def ours(self) -> str:
         """The provider of this project that it is compared with."""
         return "jaxrnn-bf16" if self.precision == "bf16" else "jaxrnn"
+
+    def row(self, case: Case | NormCase) -> Row:
+        """Returns its row of a case, without a figure."""
+        return Row(str(case), self.name, ours=self.ours)
+
+    def excluded(self, case: Case) -> tuple[Status, str] | None:
+        """Returns the status and the reason of its row if it cannot run a case here, or None if it can."""
+        if reason := self.unavailable():
+            return "unavailable", reason
+        if reason := self.unsupported(case):
+            return "unsupported", reason
+        return None
 
     def unavailable(self) -> str | None:
         """Returns why it cannot run here, or None if it can."""
@@ -165,26 +178,24 @@ def jax_pass(
     case: Case,
     forward: Callable[[Any, Any, Any], jax.Array],
     weights: Any,
-    xs: jax.Array,
-    rest: Any,
-    ct_ys: jax.Array,
-    canonical: Callable[[Any], Arrays],
+    arrays: Arrays,
+    canonical: Callable[[Any], Arrays] = oracle.of_gradients,
 ) -> JaxPass:
-    """Returns the pass of `forward(weights, xs, rest) -> ys`; `canonical` names the gradients of `weights`."""
+    """Returns the pass of `forward(weights, xs, fixed) -> ys`; `canonical` names the gradients of `weights`.
 
-    def run(weights: Any, xs: jax.Array, rest: Any, ct_ys: jax.Array) -> Any:
-        ys, vjp = jax.vjp(lambda weights, xs: forward(weights, xs, rest), weights, xs)
+    `xs`, the cotangent of `ys`, and `fixed`, which has no gradients, are of `arrays`.
+    """
+
+    def run(weights: Any, xs: jax.Array, fixed: Any, ct_ys: jax.Array) -> Any:
+        ys, vjp = jax.vjp(lambda weights, xs: forward(weights, xs, fixed), weights, xs)
         return ys, *vjp(ct_ys)
 
+    fixed = {name: arrays[name] for name in ("h0", "c0", "resets", "lengths") if name in arrays}
     return JaxPass(
         jax.jit(jax.vmap(run) if case.models else run),
-        (weights, xs, rest, ct_ys),
+        (weights, arrays["xs"], fixed, arrays["ct_ys"]),
         lambda result: {"ys": result[0], "dxs": result[2], **canonical(result[1])},
     )
-
-
-def _rest(arrays: Arrays) -> Arrays:
-    return {name: arrays[name] for name in ("h0", "c0", "resets") if name in arrays}
 
 
 def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: Any) -> JaxPass:
@@ -192,16 +203,12 @@ def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: 
 
     In bfloat16, all inputs and outputs are bfloat16; the state is float32 between steps.
     """
+
+    def forward(weights: Arrays, xs: jax.Array, fixed: Arrays) -> jax.Array:
+        return oracle.forward(case.cell, {**weights, "xs": xs}, fixed, **options)
+
     arrays = inputs.jax(dtype, True)
-    return jax_pass(
-        case,
-        lambda weights, xs, rest: oracle.forward(case.cell, {**weights, "xs": xs}, rest, **options),
-        _weights(case, arrays),
-        arrays["xs"],
-        _rest(arrays),
-        arrays["ct_ys"],
-        lambda gradients: {"d" + name: x for name, x in gradients.items()},
-    )
+    return jax_pass(case, forward, _weights(case, arrays), arrays)
 
 
 class FlaxCell(NamedTuple):
@@ -290,14 +297,11 @@ def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.
     """Returns the pass of a module with the parameters of Flax's cell: `apply(variables, carry, xs, resets) -> ys`."""
     arrays = inputs.jax("f32", True)
 
-    def forward(variables: Any, xs: jax.Array, rest: Arrays) -> Any:
-        carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
-        return apply(variables, carry, xs, rest["resets"])
+    def forward(variables: Any, xs: jax.Array, fixed: Arrays) -> Any:
+        return apply(variables, oracle.initial_carry(fixed), xs, fixed["resets"])
 
     variables = to_flax(case, _weights(case, arrays))
-    return jax_pass(
-        case, forward, variables, arrays["xs"], _rest(arrays), arrays["ct_ys"], functools.partial(from_flax, case)
-    )
+    return jax_pass(case, forward, variables, arrays, functools.partial(from_flax, case))
 
 
 def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -316,9 +320,9 @@ def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
     )
 
 
-def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
+def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, fixed: Arrays) -> jax.Array:
     """Runs a scan as an expert writes it: the input projection before the loop, and eight steps per iteration."""
-    hidden, statistics = rest["h0"].shape[-1], {}
+    hidden, statistics = fixed["h0"].shape[-1], {}
     weights = dict(weights)
     starts: list[Any] = [weights.pop(f"reset_{s}", 0.0) for s in cell.states]
     starts_by_step = [x for x in starts if jnp.ndim(x) == 3]  # all or none
@@ -339,18 +343,14 @@ def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays)
         states, _ = cell.step(gates, x_last, states)
         return states, states[0]
 
-    initial = tuple(rest[f"{s}0"] for s in cell.states)
-    return jax.lax.scan(step, initial, (xp, rest["resets"], starts_by_step, statistics), unroll=8)[1]
+    initial = tuple(fixed[f"{s}0"] for s in cell.states)
+    return jax.lax.scan(step, initial, (xp, fixed["resets"], starts_by_step, statistics), unroll=8)[1]
 
 
 def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
     """Builds the pass of `hoisted_scan`."""
     arrays = inputs.jax("f32", True)
-    return jax_pass(
-        case, functools.partial(hoisted_scan, cells.CELLS[case.cell]), _weights(case, arrays), arrays["xs"],
-        _rest(arrays), arrays["ct_ys"],
-        lambda gradients: {"d" + name: x for name, x in gradients.items()},
-    )  # fmt: skip
+    return jax_pass(case, functools.partial(hoisted_scan, cells.CELLS[case.cell]), _weights(case, arrays), arrays)
 
 
 def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -361,10 +361,9 @@ def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
     flat = jnp.concatenate(
         [arrays["w_ih"].T.ravel(), arrays["w_hh"].T.ravel(), arrays["b"], jnp.zeros_like(arrays["b"])]
     )
-    lengths = jnp.full(case.B, case.T, jnp.int32)
 
-    def forward(flat: jax.Array, xs: jax.Array, rest: Arrays) -> jax.Array:
-        h0, c0, lengths = rest["h0"], rest["c0"], rest["lengths"]
+    def forward(flat: jax.Array, xs: jax.Array, fixed: Arrays) -> jax.Array:
+        h0, c0, lengths = fixed["h0"], fixed["c0"], fixed["lengths"]
         return rnn.lstm(xs, h0[None], c0[None], flat, lengths, H, H, 1, 0.0, False)[0]
 
     def canonical(result: Any) -> Arrays:
@@ -373,10 +372,9 @@ def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
         gradients = {"dw_ih": w_ih.reshape(4 * H, H).T, "dw_hh": w_hh.reshape(4 * H, H).T, "db": b_ih}
         return {"ys": ys.swapaxes(0, 1), "dxs": dxs.swapaxes(0, 1), **gradients}
 
-    rest = {"h0": arrays["h0"], "c0": arrays["c0"], "lengths": lengths}
-    batch_first = (jnp.swapaxes(arrays[name], 0, 1).copy() for name in ("xs", "ct_ys"))
-    xs, ct_ys = batch_first
-    built = jax_pass(case, forward, flat, xs, rest, ct_ys, lambda gradient: {})
+    batch_first = {name: jnp.swapaxes(arrays[name], 0, 1).copy() for name in ("xs", "ct_ys")}
+    states = {"h0": arrays["h0"], "c0": arrays["c0"], "lengths": jnp.full(case.B, case.T, jnp.int32)}
+    built = jax_pass(case, forward, flat, states | batch_first)
     return dataclasses.replace(built, canonical=canonical)
 
 
@@ -430,7 +428,7 @@ def torch_module(case: Case, tensors: Tensors, kind: Any = None) -> Any:
 def autograd_pass(
     case: Case, forward: Callable[[], Any], xs: Any, parameters: Sequence[Any], ct_ys: Any, *,
     batch_first: bool = False, own_graphs: bool = False,
-) -> TorchPass:  # fmt: skip
+) -> Ready:  # fmt: skip
     """Returns the pass of `forward() -> ys`, whose leaves are `xs` and `parameters`, ordered as in `torch_weights`."""
     import torch
 
@@ -441,7 +439,7 @@ def autograd_pass(
     def canonical(result: Any) -> Tensors:
         return from_torch(case, result[0], result[1], result[2:], batch_first=batch_first)
 
-    return TorchPass(run, canonical, forward, own_graphs)
+    return Ready(run, canonical, forward, own_graphs)
 
 
 def torch_state(case: Case, tensors: Tensors) -> Any:
@@ -451,7 +449,7 @@ def torch_state(case: Case, tensors: Tensors) -> Any:
 
 def torch_bridge_pass(
     case: Case, inputs: Inputs, *, compiler: Mapping[str, Any] | None = None, own_graphs: bool = False
-) -> TorchPass:
+) -> Ready:
     """Builds the pass of this project's modules for PyTorch, which get no resets in a case without resets.
 
     `compiler` has the options of `torch.compile`; None means eager.
@@ -477,14 +475,14 @@ def torch_bridge_pass(
     return autograd_pass(case, forward, xs, list(rnn.parameters()), tensors["ct_ys"], own_graphs=own_graphs)
 
 
-def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
+def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> Ready:
     """Builds cuDNN's pass in `torch.nn`, without resets, because its fastest kernels take only such input."""
     tensors = inputs.torch(dtype, False)
     rnn, xs, state = torch_module(case, tensors), tensors["xs"].detach().requires_grad_(), torch_state(case, tensors)
     return autograd_pass(case, lambda: rnn(xs, state)[0], xs, list(rnn.parameters()), tensors["ct_ys"])
 
 
-def torch_cell_pass(case: Case, inputs: Inputs) -> TorchPass:
+def torch_cell_pass(case: Case, inputs: Inputs) -> Ready:
     """Builds the pass of `torch.nn.GRUCell` or `LSTMCell` in a Python loop; resets mask the state, as in actors."""
     import torch
 
@@ -529,7 +527,7 @@ def episodes(resets: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any], NDA
     return sequence, start, length, (start == 0) & ~resets[0, sequence]
 
 
-def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
+def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> Ready:
     """Builds cuDNN's pass in `torch.nn` with resets, where episodes are a packed batch.
 
     Gathering and scattering are timed, sorting is not.
@@ -561,7 +559,7 @@ def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> To
     return autograd_pass(case, forward, xs, list(rnn.parameters()), tensors["ct_ys"])
 
 
-def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass:
+def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> Ready:
     """Builds the pass of TorchRL's Triton kernels, which take the batch axis first.
 
     They take a reset value for every step; that of the first step is the carry.
@@ -588,7 +586,7 @@ def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass
     return autograd_pass(case, forward, xs, list(weights.values()), ct_ys, batch_first=True)
 
 
-def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
+def flashrnn_pass(case: Case, inputs: Inputs) -> Ready:
     """Builds the pass of FlashRNN's fused CUDA kernels (for a GRU, its alternating kernels), with one head.
 
     PyTorch computes the input projection.
@@ -628,86 +626,61 @@ def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
 EVERY_CELL = tuple(cells.CELLS)
 ALL = (
     Provider(
-        "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), "this project, residuals stored",
-        cells=EVERY_CELL, reset_states=True, needs=("torch", "triton"),
-    ),
-    Provider(
-        "jaxrnn-remat", functools.partial(jaxrnn_pass, implementation="triton", remat=True),
-        "this project, gates recomputed", cells=EVERY_CELL, reset_states=True, needs=("torch", "triton"),
-    ),
-    Provider(
-        "jaxrnn-bf16", functools.partial(jaxrnn_pass, implementation="triton", dtype="bf16"),
-        "this project, all arrays in bfloat16", cells=EVERY_CELL, reset_states=True, dtype="bf16",
-        precision="bf16", needs=("torch", "triton"),
-    ),
-    Provider(
-        "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), "this project, implementation=None",
-        cells=EVERY_CELL, reset_states=True,
-    ),
-    Provider(
-        "jaxrnn-default-bf16", functools.partial(jaxrnn_pass, implementation=None, dtype="bf16"),
-        "this project, implementation=None, all arrays in bfloat16", cells=EVERY_CELL, reset_states=True, dtype="bf16",
-        precision="bf16",
-    ),
-    Provider(
-        "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), "this project's Flax module",
-        cells=EVERY_CELL, needs=("torch", "triton"),
-    ),
-    Provider(
-        "jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan", cells=EVERY_CELL,
-        reset_states=True,
-    ),
-    Provider(
-        "flax", flax_pass, "Flax's cell in nn.scan, as in JAX RL agents",
-        cells=tuple(name for name, cell in FLAX.items() if cell.linen is not None),
-    ),
-    Provider(
-        "hoisted-scan", hoisted_scan_pass, "lax.scan by hand: projection hoisted, unroll 8", cells=EVERY_CELL,
-        reset_states=True,
-    ),
-    Provider(
-        "jax-cudnn-lstm", jax_cudnn_pass, "jax.experimental.rnn, without resets", cells=("lstm",), resets=False,
-        vmap=False,
-    ),
-    Provider(
-        "torch_bridge", torch_bridge_pass, "this project's modules for PyTorch, eager", vmap=False,
+        "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), cells=EVERY_CELL, reset_states=True,
         needs=("torch", "triton"),
     ),
     Provider(
-        "torch_bridge-compiled", functools.partial(torch_bridge_pass, compiler={}),
-        "this project's modules for PyTorch, torch.compile", vmap=False, needs=("torch", "triton"),
+        "jaxrnn-remat", functools.partial(jaxrnn_pass, implementation="triton", remat=True), cells=EVERY_CELL,
+        reset_states=True, needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-bf16", functools.partial(jaxrnn_pass, implementation="triton", dtype="bf16"), cells=EVERY_CELL,
+        reset_states=True, dtype="bf16", precision="bf16", needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), cells=EVERY_CELL, reset_states=True,
+    ),
+    Provider(
+        "jaxrnn-default-bf16", functools.partial(jaxrnn_pass, implementation=None, dtype="bf16"), cells=EVERY_CELL,
+        reset_states=True, dtype="bf16", precision="bf16",
+    ),
+    Provider(
+        "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), cells=EVERY_CELL,
+        needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), cells=EVERY_CELL, reset_states=True,
+    ),
+    Provider("flax", flax_pass, cells=tuple(name for name, cell in FLAX.items() if cell.linen is not None)),
+    Provider("hoisted-scan", hoisted_scan_pass, cells=EVERY_CELL, reset_states=True),
+    Provider("jax-cudnn-lstm", jax_cudnn_pass, cells=("lstm",), resets=False, vmap=False),
+    Provider("torch_bridge", torch_bridge_pass, vmap=False, needs=("torch", "triton")),
+    Provider(
+        "torch_bridge-compiled", functools.partial(torch_bridge_pass, compiler={}), vmap=False,
+        needs=("torch", "triton"),
     ),
     Provider(
         "torch_bridge-cudagraphs",
-        functools.partial(torch_bridge_pass, compiler={"mode": "reduce-overhead"}, own_graphs=True),
-        'this project, torch.compile(mode="reduce-overhead")', vmap=False, needs=("torch", "triton"),
+        functools.partial(torch_bridge_pass, compiler={"mode": "reduce-overhead"}, own_graphs=True), vmap=False,
+        needs=("torch", "triton"),
     ),
-    Provider("torch-cudnn", torch_pass, "torch.nn, without resets", resets=False, vmap=False, needs=("torch",)),
+    Provider("torch-cudnn", torch_pass, resets=False, vmap=False, needs=("torch",)),
     Provider(
-        "torch-cudnn-bf16", functools.partial(torch_pass, dtype="bf16"), "torch.nn in bfloat16, without resets",
-        dtype="bf16", precision="bf16", resets=False, vmap=False, needs=("torch",),
+        "torch-cudnn-bf16", functools.partial(torch_pass, dtype="bf16"), dtype="bf16", precision="bf16", resets=False,
+        vmap=False, needs=("torch",),
     ),
-    Provider("torch-cudnn-packed", torch_packed_pass, "torch.nn, packed episodes", vmap=False, needs=("torch",)),
+    Provider("torch-cudnn-packed", torch_packed_pass, vmap=False, needs=("torch",)),
     Provider(
-        "torch-cudnn-packed-bf16", functools.partial(torch_packed_pass, dtype="bf16"),
-        "torch.nn in bfloat16, packed episodes", dtype="bf16", precision="bf16", vmap=False, needs=("torch",),
+        "torch-cudnn-packed-bf16", functools.partial(torch_packed_pass, dtype="bf16"), dtype="bf16", precision="bf16",
+        vmap=False, needs=("torch",),
     ),
+    Provider("torch-cell", torch_cell_pass, vmap=False, needs=("torch",)),
+    Provider("torchrl", torchrl_pass, vmap=False, needs=("torch", "triton", "torchrl"), bounded=True),
     Provider(
-        "torch-cell", torch_cell_pass, "torch.nn.GRUCell and LSTMCell in a loop", vmap=False, needs=("torch",),
-    ),
-    Provider(
-        "torchrl", torchrl_pass, "TorchRL's Triton kernels, TF32", vmap=False, needs=("torch", "triton", "torchrl"),
-        bounded=True,
-    ),
-    Provider(
-        "torchrl-bf16", functools.partial(torchrl_pass, bf16=True),
-        "TorchRL's Triton kernels, float32 arrays and bfloat16 products", precision="bf16", vmap=False,
+        "torchrl-bf16", functools.partial(torchrl_pass, bf16=True), precision="bf16", vmap=False,
         needs=("torch", "triton", "torchrl"), bounded=True,
     ),
-    Provider(
-        "flashrnn", flashrnn_pass, "FlashRNN's CUDA kernels, without resets", resets=False, vmap=False,
-        needs=("torch", "flashrnn"), bounded=True,
-    ),
+    Provider("flashrnn", flashrnn_pass, resets=False, vmap=False, needs=("torch", "flashrnn"), bounded=True),
 )  # fmt: skip
 
 PROVIDERS = {provider.name: provider for provider in ALL}

@@ -62,16 +62,22 @@ def advantage(row: Row, rows: Sequence[Row]) -> float | None:
     return ours.value / row.value if row.unit in LARGER_IS_BETTER else row.value / ours.value
 
 
+def _empty_table(title: str, report: Report, headings: Sequence[str], left: Sequence[str]) -> Table:
+    """Returns a table without rows, whose columns in `left` are aligned to the left, and whose last one may wrap."""
+    table = Table(title=title, caption=measured_on(report))
+    for name in headings:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != headings[-1])
+    return table
+
+
 def table(report: Report) -> Table:
     """Returns the table of all rows of a suite."""
     if report.suite == "accuracy":
         return accuracy_table(report)
     rows = [row for row in report.rows if isinstance(row, Row)]
     unit = rows[0].unit if rows else ""
-    result = Table(title=report.suite, caption=measured_on(report))
-    for name in ("case", "provider", unit, "quartiles", "wall", "ours is", "target", "error", "notes"):
-        left = name in ("case", "provider", "notes")
-        result.add_column(name, justify="left" if left else "right", no_wrap=name != "notes")
+    headings = ("case", "provider", unit, "quartiles", "wall", "ours is", "target", "error", "notes")
+    result = _empty_table(report.suite, report, headings, left=("case", "provider", "notes"))
     before = None
     for row in rows:
         if before not in (None, row.case):
@@ -150,10 +156,9 @@ def _error(row: Row) -> str:
 
 def accuracy_table(report: Report) -> Table:
     """Returns the table of errors beside XLA's, which flags errors of more than twice XLA's."""
-    result = Table(title="accuracy: error against float64", caption=measured_on(report))
-    for name in ("case", "precision", "array", "rms", "XLA's", "ratio", "max", "XLA's", "verdict"):
-        left = name in ("case", "precision", "array", "verdict")
-        result.add_column(name, justify="left" if left else "right", no_wrap=name != "verdict")
+    headings = ("case", "precision", "array", "rms", "XLA's", "ratio", "max", "XLA's", "verdict")
+    left = ("case", "precision", "array", "verdict")
+    result = _empty_table("accuracy: error against float64", report, headings, left)
     before: tuple[str, str] | None = None
     for row in report.rows:
         assert isinstance(row, AccuracyRow)

@@ -6,13 +6,19 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 RESULTS = Path(__file__).parent / "results"  # a folder for each machine
 
 Status = Literal["measured", "unavailable", "unsupported", "unfinished", "skipped", "wrong", "failed"]
 Unit = Literal["ms", "us", "s", "GB", "steps/s", "of copy"]
 LARGER_IS_BETTER: tuple[Unit, ...] = ("steps/s", "of copy")
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the type of an exception and the first line of its message, for a cell of a table."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}"[:200].rstrip(": ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +62,14 @@ class Row:
     target: float | None = None
     note: str = ""
     us: float | None = None
+
+    def measured_once(self, value: float, method: str) -> Self:
+        """Returns this row with the figure of a single measurement."""
+        return dataclasses.replace(self, value=value, low=value, high=value, calls=1, method=method)
+
+    def failed(self, error: Exception) -> Self:
+        """Returns this row marked as failed by `error`."""
+        return dataclasses.replace(self, status="failed", reason=first_line(error))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +173,12 @@ class Report:
         lines.append('"rows": [\n' + ",\n".join(json.dumps(_without_empty(row)) for row in self.rows) + "\n]")
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return path
+
+    def figures(self) -> dict[tuple[str, str], float]:
+        """Returns the figures by case and provider."""
+        return {
+            (row.case, row.provider): row.value for row in self.rows if isinstance(row, Row) and row.value is not None
+        }
 
     def commits(self) -> dict[str, list[str]]:
         """Returns the cases of each commit, counting only rows with a figure.

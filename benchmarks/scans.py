@@ -47,8 +47,8 @@ def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
     cell = ScannedRNN(nn.GRUCell)
 
     def ours(implementation: str | None, weights: Any, h: Any, x: jax.Array, reset: jax.Array) -> Any:
-        rest = {"h0": h, "resets": reset[None]}
-        ys = oracle.forward(case.cell, {**weights, "xs": x[None]}, rest, implementation=implementation)
+        fixed = {"h0": h, "resets": reset[None]}
+        ys = oracle.forward(case.cell, {**weights, "xs": x[None]}, fixed, implementation=implementation)
         return ys[0], ys[0]
 
     def flax(variables: Any, h: Any, x: jax.Array, reset: jax.Array) -> Any:

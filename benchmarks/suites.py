@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, choice, first_call, harness, norms, oracle, scans, tilings, timing
-from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
 from benchmarks.providers import ALL, PROVIDERS, Inputs
-from benchmarks.results import AccuracyRow, AgentRow, Row
+from benchmarks.results import AccuracyRow, AgentRow, Row, first_line
 from jaxrnn import _bridge
 
 if TYPE_CHECKING:
@@ -51,14 +50,13 @@ def compared(settings: Settings) -> list[Provider]:
 
 
 def passes(
-    chosen: Iterable[Case], targets: Callable[[Case], dict[str, float]], settings: Settings, progress: Progress,
-    providers: Sequence[Provider] | None = None,
+    chosen: Iterable[Case], settings: Settings, progress: Progress, *, providers: Sequence[Provider] | None = None,
+    targets: Callable[[Case], dict[str, float]] = lambda _: {},
 ) -> Iterator[Row]:  # fmt: skip
     """Times a pass of every provider in every case. The default of `providers` is the result of `compared`."""
     providers = compared(settings) if providers is None else providers
-    first_calls = FirstCalls(settings.first_call_limit, settings.profile)
     wanted = [case for case in chosen if settings.wants_case(str(case))]
-    for rows in harness.time_cases(wanted, providers, settings, first_calls, targets, progress):
+    for rows in harness.time_cases(wanted, providers, settings, targets, progress):
         yield from rows
 
 
@@ -68,32 +66,13 @@ def time_targets(case: Case) -> dict[str, float]:
     return {} if target is None else {"jaxrnn": target.tf32, "jaxrnn-bf16": target.bf16}
 
 
-def headline(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times GRU and LSTM at shapes that are large in batch, width or time."""
-    return passes(cases.HEADLINE, time_targets, settings, progress)
-
-
-def small(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times small batches, where the latency of a step is the bottleneck."""
-    return passes(cases.SMALL, time_targets, settings, progress)
-
-
-def sweep(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times a GRU while T, H and the rate of resets vary, one at a time."""
-    return passes(cases.SWEEP, time_targets, settings, progress)
-
-
-def cells(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times the cells other than GRU and LSTM, beside a GRU of the same size."""
-    return passes(cases.CELLS, lambda _: {}, settings, progress)
-
-
-def vmap(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times many models at once, like agents that are trained on several seeds."""
-    return passes(cases.VMAP, lambda case: {"jaxrnn": cases.VMAP[case]}, settings, progress)
-
-
 # For users of PyTorch.
+
+
+def step_label(case: Case) -> str:
+    """Returns a label such as `a GRU step, B=64, H=128`."""
+    return f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
+
 
 TORCH = (
     "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cudnn", "torch-cudnn-packed", "torchrl",
@@ -107,20 +86,18 @@ TORCH_STEP = (
 def torch(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Times this project's modules for PyTorch, eager and compiled, beside other ones, with and without resets."""
     providers = settings.chosen([PROVIDERS[name] for name in TORCH])
-    for row in passes(cases.TORCH, lambda _: {}, settings, progress, providers):
+    for row in passes(cases.TORCH, settings, progress, providers=providers):
         yield dataclasses.replace(row, ours="torch_bridge")
 
 
 def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Times a call of one step on the host, without gradients, as an actor makes it; notes give the device time."""
     case = cases.TORCH_STEP
-    label = f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
+    label = step_label(case)
     if settings.wants_case(label):
         progress(label)
         providers = settings.chosen([PROVIDERS[name] for name in TORCH_STEP])
-        for row in harness.time_steps(
-            case, providers, settings, FirstCalls(settings.first_call_limit, settings.profile), progress
-        ):
+        for row in harness.time_steps(case, providers, settings, progress):
             yield dataclasses.replace(row, case=label, ours="torch_bridge")
 
 
@@ -140,7 +117,7 @@ def compiled_scans(
         try:
             run[name] = functools.partial(jax.jit(program).lower(*args).compile(options), *args)
         except Exception as error:
-            rows[name] = harness.failed(rows[name], error)
+            rows[name] = rows[name].failed(error)
     return run
 
 
@@ -156,7 +133,7 @@ def timed_scans(
 def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Times one step in the body of a jitted scan, as in a rollout."""
     case = cases.ACTING
-    label = f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
+    label = step_label(case)
     if not settings.wants_case(label):
         return
     progress(label)
@@ -172,10 +149,9 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     run = compiled_scans(programs, rows)
     want = Oracle(case, inputs.jax).want("f32", True)["ys"]
     for name in [name for name in run if name != scans.NO_RECURRENCE]:
-        error = oracle.errors({"ys": run[name]()}, {"ys": want})["ys"][0]
-        rows[name] = dataclasses.replace(rows[name], error=error, error_of="ys")
-        if not error <= oracle.tolerance(case.cell, "tf32"):
-            rows[name] = dataclasses.replace(rows[name], status="wrong", reason=f"not timed: ys is off by {error:.2g}")
+        errors = oracle.errors({"ys": run[name]()}, {"ys": want})
+        rows[name] = oracle.judged(rows[name], errors, oracle.tolerance(case.cell, "tf32"))
+        if rows[name].status == "wrong":
             del run[name]
     timed_scans(run, rows, case.T, settings, progress)
     yield from rows.values()
@@ -244,29 +220,23 @@ def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
     case = cases.MEMORY
     if not settings.wants_case(str(case)):
         return
-    first_calls = FirstCalls(settings.first_call_limit, settings.profile)
     numbers = cases.make_inputs(case)
     truth = Oracle(case, lambda dtype, resets: Inputs(numbers).jax(dtype, resets))
     for provider in compared(settings):
         progress(provider.name)
         inputs = Inputs(numbers)
-        ready, rows = harness.prepare([provider], case, inputs, first_calls)
+        ready, rows = harness.prepare([provider], case, inputs, settings)
         del inputs  # so that PyTorch counts only the memory that the pass keeps
-        row = rows.get(provider.name, Row(str(case), provider.name, ours=provider.ours))
-        target = cases.MEMORY_TARGETS_GB.get(provider.name)
-        row = dataclasses.replace(row, unit="GB", target=target, note=harness.note(provider, case))
         if provider.name in ready:
-            checked = harness.check(provider, ready[provider.name], truth)
+            row = oracle.check(provider, ready[provider.name], truth)
             truth.forget()
-            if isinstance(checked, Row):
-                row = dataclasses.replace(row, status=checked.status, reason=checked.reason, error=checked.error)
-            else:
+            if row.status == "measured":
                 size, method = harness.peak_bytes(ready[provider.name])
-                row = dataclasses.replace(
-                    row, value=size / 1e9, low=size / 1e9, high=size / 1e9, calls=1, method=method,
-                    error_of=checked[0], error=checked[1],
-                )  # fmt: skip
-        yield row
+                row = row.measured_once(size / 1e9, method)
+        else:
+            row = rows[provider.name]
+        target = cases.MEMORY_TARGETS_GB.get(provider.name)
+        yield dataclasses.replace(row, unit="GB", target=target, note=harness.note(provider, case))
         del ready
         harness.release()
 
@@ -283,32 +253,27 @@ def compile(settings: Settings, progress: Progress) -> Iterator[Row]:
         for provider in compared(settings):
             progress(f"{case} {provider.name}")
             ours = provider.name.startswith("jaxrnn")
-            row = Row(str(case), provider.name, ours=provider.ours, unit="s")
-            if reason := provider.unavailable():
-                yield dataclasses.replace(row, status="unavailable", reason=reason)
-            elif reason := provider.unsupported(case):
-                yield dataclasses.replace(row, status="unsupported", reason=reason)
+            row = dataclasses.replace(provider.row(case), unit="s")
+            if problem := provider.excluded(case):
+                status, reason = problem
+                yield dataclasses.replace(row, status=status, reason=reason)
             else:
                 limits: dict[str, Any] = {"limit": settings.first_call_limit, "profile": settings.profile}
                 call = first_call.run(provider.name, case, cold=True, **limits)
                 row = dataclasses.replace(row, target=cases.COMPILE_TARGET_S if ours else None)
-                yield of_first_call(row, call, settings, "one process, empty caches, imports not counted")
+                yield of_first_call(row, call, "one process, empty caches, imports not counted")
                 if provider.name in IN_A_SECOND_PROCESS:
                     call = first_call.run_twice(provider.name, case, **limits)
                     target = cases.SECOND_PROCESS_TARGET_S if ours else None
                     row = dataclasses.replace(row, case=f"{case}, second process", target=target)
-                    yield of_first_call(row, call, settings, "a process after another one, imports not counted")
+                    yield of_first_call(row, call, "a process after another one, imports not counted")
 
 
-def of_first_call(row: Row, call: first_call.FirstCall, settings: Settings, method: str) -> Row:
+def of_first_call(row: Row, call: first_call.FirstCall, method: str) -> Row:
     """Returns `row` with the seconds of a first call, or with the reason why there are none."""
-    if call.reason == first_call.UNFINISHED:
-        reason = f"first call unfinished after {settings.first_call_limit:g} s"
-        return dataclasses.replace(row, status="unfinished", reason=reason)
     if call.seconds is None:
-        return dataclasses.replace(row, status="failed", reason=call.reason)
-    s = call.seconds
-    return dataclasses.replace(row, value=s, low=s, high=s, calls=1, method=method)
+        return dataclasses.replace(row, status=call.status, reason=call.reason)
+    return row.measured_once(call.seconds, method)
 
 
 # Accuracy.
@@ -357,7 +322,7 @@ def accuracy_rows(
     try:
         ours, xla = compare(want)
     except Exception as error:
-        yield AccuracyRow(str(case), precision, "all", reason=timing.first_line(error))
+        yield AccuracyRow(str(case), precision, "all", reason=first_line(error))
         return
     for array in want:
         yield AccuracyRow(
@@ -376,7 +341,7 @@ def begin_comparison(
     """
 
     def lower(name: str) -> Any:
-        run = functools.partial(oracle.with_gradients, cell, implementation=name, precision=precision)
+        run = functools.partial(oracle.run_cell, cell, implementation=name, precision=precision)
         return jax.jit(run).lower(arrays)
 
     ours, xla = (harness.compile_in(pool, functools.partial(lower, name)) for name in ("triton", "xla"))
@@ -465,7 +430,7 @@ def ppo_beside(
             )  # fmt: skip
             measured = times[name]
             if isinstance(measured, Exception):
-                rows.append(harness.failed(row, measured))
+                rows.append(row.failed(measured))
                 continue
             method = f"calls of {updates} updates, enqueued"
             rows.append(agent_row(row, measured[0], updates * steps * agents.seeds, method, training, results[name]))
@@ -550,7 +515,7 @@ def ppo_on_several(example: Any, training: Any, settings: Settings, progress: Pr
             if not result.finished:
                 raise KeyboardInterrupt  # `train` catches it, and returns early
         except Exception as error:
-            yield harness.failed(row, error)
+            yield row.failed(error)
             continue
         calls = len(result.calls.ended) - 1
         spread = timing.Spread.of([result.calls.seconds], calls)
@@ -585,11 +550,11 @@ def load_example() -> tuple[Any, Any]:
 OTHER_NAMES = ("jaxrnn-triton", scans.NO_RECURRENCE, "no recurrence", *(provider.name for provider in norms.ALL))
 
 SUITES: dict[str, Suite] = {
-    "headline": headline,
-    "small": small,
-    "sweep": sweep,
-    "cells": cells,
-    "vmap": vmap,
+    "headline": functools.partial(passes, cases.HEADLINE, targets=time_targets),
+    "small": functools.partial(passes, cases.SMALL, targets=time_targets),
+    "sweep": functools.partial(passes, cases.SWEEP, targets=time_targets),
+    "cells": functools.partial(passes, cases.CELLS),
+    "vmap": functools.partial(passes, cases.VMAP, targets=lambda case: {"jaxrnn": cases.VMAP[case]}),
     "torch": torch,
     "torch-step": torch_step,
     "acting": acting,

@@ -58,9 +58,9 @@ def name_of(config: KernelConfig) -> str:
 
 def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     """Returns the tilings to time, the chosen one first."""
-    found = tiling.candidates(problem, device)
-    streamed = [config for config in found if config.loop == "streamed" and config.splits > 1]
-    return [config for config in found if config not in streamed[MOST_STREAMED:]]
+    configs = tiling.candidates(problem, device)
+    streamed = [config for config in configs if config.loop == "streamed" and config.splits > 1]
+    return [config for config in configs if config not in streamed[MOST_STREAMED:]]
 
 
 def measure(problem: Problem, device: Device, settings: Settings, progress: Callable[[str], None]) -> list[Row]:
@@ -76,7 +76,7 @@ def measure(problem: Problem, device: Device, settings: Settings, progress: Call
         try:
             clocks[name] = timing.torch_clock(Run(problem, device, config, arrays))
         except Exception as error:
-            rows[name] = harness.failed(rows[name], error)
+            rows[name] = rows[name].failed(error)
     harness.time_rows(rows, clocks, settings, progress, scale=1e6 / problem.steps)
     return list(rows.values())
 

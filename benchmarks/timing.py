@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from benchmarks.results import first_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +42,13 @@ class Clock:
 
     Attributes:
       batch: runs a number of calls back to back and returns their seconds on the device.
-      single: runs one call and returns the seconds until the host has its result.
+      single: runs one call and returns the seconds until the host has its result. Without it, a turn of the candidate
+        is one call, for which the clock prepares the device.
       method: describes in words what `batch` does.
     """
 
     batch: Callable[[int], float]
-    single: Callable[[], float]
+    single: Callable[[], float] | None
     method: str
 
 
@@ -133,6 +138,14 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
     return lambda: kept[0].replay(), REPLAYS
 
 
+def synchronize() -> None:
+    """Waits for the work that PyTorch has enqueued on the GPU, if there is a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 # The number of calls that a host clock enqueues before it waits for the device. Their launches fit into the device's
 # queue, which holds some 1000, so the host never waits for a free place in it.
 ENQUEUED = 50
@@ -164,14 +177,103 @@ def host_clock(run: Callable[[], Any], wait: Callable[[], None]) -> Clock:
     return Clock(batch, single, f"calls until they return, {ENQUEUED} at a time")
 
 
+class DeviceStopwatch:
+    """A stopwatch of CUDA events on the stream of one call.
+
+    Before the call, the stream clears L2 and waits, which gives the host time to enqueue the call.
+    """
+
+    # Cycles that the device waits for the host. PyTorch's autograd takes up to half a millisecond to enqueue a backward
+    # pass. XLA takes almost no time, because the callbacks are inside its program.
+    _AHEAD, _AHEAD_INSIDE = 3_000_000, 300_000
+    method = "CUDA events around each call, L2 cleared before"
+
+    def __init__(self, ordinal: int) -> None:
+        """Takes the GPU that the calls run on."""
+        import torch
+
+        cache = torch.cuda.get_device_properties(ordinal).L2_cache_size
+        self._ordinal = ordinal
+        self._buffer = torch.empty(cache, device=f"cuda:{ordinal}")  # four times as large as the cache
+        self._sum = torch.empty((), device=f"cuda:{ordinal}")
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def _stream(self, context: Any) -> torch.cuda.Stream:
+        import torch
+
+        if context is None:
+            return torch.cuda.current_stream(self._ordinal)
+        return torch.cuda.ExternalStream(context.stream, self._ordinal)
+
+    def begin(self, context: Any = None) -> None:
+        """Clears L2 and starts on the stream of a callback's `context`; None means PyTorch's current one."""
+        import torch
+
+        stream = self._stream(context)
+        with torch.cuda.stream(stream):
+            self._buffer.zero_()
+            torch.sum(self._buffer, 0, out=self._sum)  # the lines left in the cache need no writing back
+            torch.cuda._sleep(self._AHEAD if context is None else self._AHEAD_INSIDE)
+            self._events[0].record(stream)
+
+    def end(self, context: Any = None) -> None:
+        """Stops."""
+        self._events[1].record(self._stream(context))
+
+    def seconds(self) -> float:
+        """Returns the seconds between `begin` and `end`."""
+        import torch
+
+        torch.cuda.synchronize(self._ordinal)
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+class HostStopwatch:
+    """A stopwatch of host time, for machines without a GPU."""
+
+    method = "the host's time"
+
+    def __init__(self) -> None:
+        self._times = [0.0, 0.0]
+
+    def begin(self, context: Any = None) -> None:
+        """Starts."""
+        self._times[0] = time.perf_counter()
+
+    def end(self, context: Any = None) -> None:
+        """Stops."""
+        self._times[1] = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Returns the seconds between `begin` and `end`."""
+        return self._times[1] - self._times[0]
+
+
+Stopwatch = DeviceStopwatch | HostStopwatch
+
+
+def stopwatch_clock(run: Callable[[], Any], stopwatch: Stopwatch) -> Clock:
+    """Returns a clock of calls that start and stop a stopwatch themselves."""
+
+    def batch(calls: int) -> float:
+        seconds = 0.0
+        for _ in range(calls):
+            run()
+            seconds += stopwatch.seconds()
+        return seconds
+
+    return Clock(batch, None, stopwatch.method)
+
+
 def interleave(
     clocks: Mapping[str, Clock], *, rounds: int, seconds: float, progress: Callable[[str], None] = lambda _: None
-) -> dict[str, tuple[Spread, Spread] | Exception]:
+) -> dict[str, tuple[Spread, Spread | None] | Exception]:
     """Times all candidates in turn, `rounds` times over, each for about `seconds` in all.
 
     Returns:
-      By name, the spreads over rounds of two times of a call: on the device, and until the host has its result. A
-      candidate that raises, because the memory of all together is not enough, for example, has the exception instead.
+      By name, the spreads over rounds of two times of a call: on the device, and until the host has its result, if its
+      clock tells that. A candidate that raises, because the memory of all together is not enough, for example, has the
+      exception instead.
     """
     device: dict[str, list[float]] = {name: [] for name in clocks}
     wall: dict[str, list[float]] = {name: [] for name in clocks}
@@ -179,14 +281,20 @@ def interleave(
     errors: dict[str, Exception] = {}
 
     def prepare(name: str, clock: Clock) -> None:
+        if clock.single is None:
+            clock.batch(1)
+            calls[name] = 1
+            return
         clock.batch(2)
         estimate = clock.batch(2) / 2
         calls[name] = max(math.ceil(seconds / rounds / max(estimate, 1e-7)), 1)
 
     def take_turn(name: str, clock: Clock) -> None:
-        clock.batch(1)  # warm up after another candidate's turn
+        if clock.single is not None:
+            clock.batch(1)  # warm up after another candidate's turn
         device[name].append(clock.batch(calls[name]) / calls[name])
-        wall[name].append(clock.single())
+        if clock.single is not None:
+            wall[name].append(clock.single())
         progress(name)
 
     for step in (prepare, *[take_turn] * rounds):
@@ -197,12 +305,7 @@ def interleave(
                 except Exception as error:
                     errors[name] = error.with_traceback(None)  # its frames would keep arrays alive
     return {
-        name: errors.get(name) or (Spread.of(device[name], rounds * calls[name]), Spread.of(wall[name], rounds))
+        name: errors.get(name)
+        or (Spread.of(device[name], rounds * calls[name]), Spread.of(wall[name], rounds) if wall[name] else None)
         for name in clocks
     }
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the type of an exception and the first line of its message, for a cell of a table."""
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}"[:200].rstrip(": ")

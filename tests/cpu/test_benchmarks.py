@@ -1,6 +1,7 @@
 """Tests `benchmarks`, mostly without a GPU: cases, providers against the oracle, statistics, tables, figures, JSON."""
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import io
@@ -22,7 +23,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import cases, harness, machine, plot, precompile, providers, report, tilings, timing
 from benchmarks.cases import Case
-from benchmarks.oracle import Oracle, errors, tolerance
+from benchmarks.oracle import Oracle, check, errors, tolerance
 from benchmarks.results import AccuracyRow, AgentRow, Report, Row
 from benchmarks.settings import Settings
 from torch_bridge import tiling
@@ -144,24 +145,24 @@ def test_provider_passes_the_check(name, case):
     provider = providers.PROVIDERS[name]
     assert provider.unavailable() is None
     inputs, truth = numbers_and_truth(case)
-    checked = harness.check(provider, ready(provider.build(case, inputs)), truth)
-    assert not isinstance(checked, Row), checked.reason
+    checked = check(provider, ready(provider.build(case, inputs)), truth)
+    assert checked.status == "measured", checked.reason
     rounds = provider.precision == "bf16" or jax.default_backend() == "gpu"
-    assert checked[1] < (tolerance(case.cell, "bf16") if rounds else 2e-6)
+    assert checked.error < (tolerance(case.cell, "bf16") if rounds else 2e-6)
 
 
 def ready(built):
-    if isinstance(built, providers.TorchPass):
-        return harness.Ready.of(built)
-    return harness.Ready(lambda: built.jitted(*built.args), built.canonical)
+    if isinstance(built, providers.Ready):
+        return built
+    return providers.Ready(lambda: built.jitted(*built.args), built.canonical)
 
 
 @pytest.mark.parametrize("name", ["jaxrnn-xla", "flax"])
 def test_provider_with_vmap_passes_the_check(name):
     case = Case("gru", 3, 5, 8, reset_rate=0.2, models=2)
     inputs, truth = numbers_and_truth(case)
-    checked = harness.check(providers.PROVIDERS[name], ready(providers.PROVIDERS[name].build(case, inputs)), truth)
-    assert not isinstance(checked, Row), checked.reason
+    checked = check(providers.PROVIDERS[name], ready(providers.PROVIDERS[name].build(case, inputs)), truth)
+    assert checked.status == "measured", checked.reason
 
 
 RELU = Case("simple_relu", 5, 4, 12, reset_rate=0.3)
@@ -177,8 +178,8 @@ def test_wrong_provider_is_not_timed(case):
         weights, xs, rest, ct_ys = built.args
         return built.jitted(weights, xs, rest | {"resets": np.zeros_like(rest["resets"])}, ct_ys)
 
-    row = harness.check(flax, harness.Ready(without_resets, built.canonical), truth)
-    assert isinstance(row, Row) and row.status == "wrong" and row.value is None
+    row = check(flax, providers.Ready(without_resets, built.canonical), truth)
+    assert row.status == "wrong" and row.value is None
     assert row.error_of in row.reason
 
 
@@ -198,8 +199,8 @@ def test_check_applies_the_tolerance_of_the_cell(case, error, timed):
     assert provider.precision == "tf32"
     one = ready(provider.build(case, inputs))
     wrong = dataclasses.replace(one, canonical=lambda x: {k: (1 + error) * y for k, y in one.canonical(x).items()})
-    checked = harness.check(provider, wrong, truth)
-    assert isinstance(checked, Row) != timed
+    checked = check(provider, wrong, truth)
+    assert (checked.status == "measured") == timed
     if not timed:
         assert checked.reason.endswith(f"more than {tolerance(case.cell, 'tf32'):g}")
 
@@ -325,7 +326,7 @@ def test_step_of_pytorch_reports_host_time_and_device_time(monkeypatch, torch_on
 
     graded = []
     monkeypatch.setattr(cases, "TORCH_STEP", Case("gru", 5, 1, 12, reset_rate=0.5))
-    monkeypatch.setattr(harness, "synchronize", lambda: graded.append(torch.is_grad_enabled()))
+    monkeypatch.setattr(timing, "synchronize", lambda: graded.append(torch.is_grad_enabled()))
     fake = dataclasses.replace(providers.PROVIDERS["torchrl"], needs=("no_such_module",))
     monkeypatch.setitem(providers.PROVIDERS, "torchrl", fake)
     *rows, missing = suites.torch_step(Settings(seconds=0.01, rounds=2), lambda _: None)
@@ -346,7 +347,7 @@ def test_wrong_step_is_not_timed(monkeypatch, torch_on_the_cpu):
     def build(case, inputs):
         return provider.build(dataclasses.replace(case, reset_rate=0.0), inputs)
 
-    (row,) = harness.time_steps(case, [dataclasses.replace(provider, build=build)], Settings(), harness.FirstCalls(1.0))
+    (row,) = harness.time_steps(case, [dataclasses.replace(provider, build=build)], Settings())
     assert row.status == "wrong" and row.value is None and row.reason.startswith("not timed: ys is off by")
 
 
@@ -360,10 +361,10 @@ def test_provider_with_its_own_graphs_is_checked_on_the_third_call():
         calls.append(None)
         return jax.tree.map(lambda x: x * (1.0 if len(calls) < 3 else 2.0), built.run())
 
-    assert not isinstance(harness.check(flax, harness.Ready(run, built.canonical), truth), Row)
+    assert check(flax, providers.Ready(run, built.canonical), truth).status == "measured"
     calls.clear()
-    row = harness.check(flax, harness.Ready(run, built.canonical, own_graphs=True), truth)
-    assert isinstance(row, Row) and row.status == "wrong" and len(calls) == 3
+    row = check(flax, providers.Ready(run, built.canonical, own_graphs=True), truth)
+    assert row.status == "wrong" and len(calls) == 3
 
 
 DOT = r" dot\(| custom-call\(.*matmul"
@@ -376,8 +377,8 @@ def test_looped_passes_compute_everything_in_every_iteration(name):
     provider = providers.PROVIDERS[name]
     built = provider.build(TINY[0], inputs)
     many = harness.trace_loop(built, 3)()
-    checked = harness.check(provider, harness.Ready(many, built.canonical), truth)
-    assert not isinstance(checked, Row), checked.reason
+    checked = check(provider, providers.Ready(many, built.canonical), truth)
+    assert checked.status == "measured", checked.reason
     once = built.jitted.lower(*built.args).compile().as_text()
     before, entry = many.func.as_text().split("ENTRY ")
     assert not re.search(DOT, entry) and "while(" in entry
@@ -389,29 +390,29 @@ def test_wrong_loop_is_not_timed(monkeypatch):
     monkeypatch.setattr(harness, "_MOST_PASSES", 3)
     inputs, truth = numbers_and_truth(TINY[0])
     provider = providers.PROVIDERS["flax"]
-    prepared, _ = harness.prepare([provider], TINY[0], inputs, harness.FirstCalls(1.0))
+    prepared, _ = harness.prepare([provider], TINY[0], inputs, Settings())
     one = prepared["flax"]
-    clock, *_ = harness.checked_clocks([provider], {"flax": one}, truth)["flax"]
-    assert clock.method == "jitted calls, enqueued, of 3 passes in a loop"
+    _, clocks = harness.checked_clocks([provider], {"flax": one}, truth)
+    assert clocks["flax"].method == "jitted calls, enqueued, of 3 passes in a loop"
     wrong = dataclasses.replace(one, loop=lambda _: lambda: lambda: jax.tree.map(lambda x: 2 * x, one.run()))
-    row = harness.checked_clocks([provider], {"flax": wrong}, truth)["flax"]
-    assert isinstance(row, Row) and row.status == "wrong"
+    rows, clocks = harness.checked_clocks([provider], {"flax": wrong}, truth)
+    assert rows["flax"].status == "wrong" and not clocks
 
 
 def test_a_loop_that_cannot_be_compiled_becomes_a_row(monkeypatch):
     monkeypatch.setattr(harness, "_LOOPED_SECONDS", 60.0)
     inputs, truth = numbers_and_truth(TINY[0])
     chosen = [providers.PROVIDERS[name] for name in ("flax", "jaxrnn-xla")]
-    prepared, _ = harness.prepare(chosen, TINY[0], inputs, harness.FirstCalls(1.0))
+    prepared, _ = harness.prepare(chosen, TINY[0], inputs, Settings())
 
     def fails(*_):
         raise RuntimeError("no space left")
 
     for loop in (fails, lambda _: fails):
         broken = dataclasses.replace(prepared["flax"], loop=loop)
-        found = harness.checked_clocks(chosen, prepared | {"flax": broken}, truth)
-        assert found["flax"].status == "failed" and found["flax"].reason == "RuntimeError: no space left"
-        assert found["jaxrnn-xla"][0].method.endswith("passes in a loop")
+        rows, clocks = harness.checked_clocks(chosen, prepared | {"flax": broken}, truth)
+        assert rows["flax"].status == "failed" and rows["flax"].reason == "RuntimeError: no space left"
+        assert list(clocks) == ["jaxrnn-xla"] and clocks["jaxrnn-xla"].method.endswith("passes in a loop")
 
 
 def test_clock_of_loops_counts_passes(monkeypatch):
@@ -464,7 +465,7 @@ def test_every_provider_of_a_timed_case_has_a_row(monkeypatch):
     chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax", "jax-cudnn-lstm")] + [fake, broken]
     settings = Settings(seconds=0.01, rounds=3)
     monkeypatch.setattr(harness, "_AT_ONCE", 2)
-    several = harness.time_cases(TINY, chosen, settings, harness.FirstCalls(1.0), lambda case: {"jaxrnn-xla": case.B})
+    several = harness.time_cases(TINY, chosen, settings, lambda case: {"jaxrnn-xla": case.B})
     rows, *others = several
     assert [{row.case for row in rows} for rows in others] == [{str(case)} for case in TINY[1:]]
     assert [row.provider for row in rows] == [provider.name for provider in chosen]
@@ -480,7 +481,7 @@ def test_first_calls_are_made_before_anything_is_compiled(monkeypatch):
     monkeypatch.setattr(harness.FirstCalls, "problem", lambda self, provider, case: order.append("first call"))
     monkeypatch.setattr(harness, "compile_in", lambda *args: (order.append("compile"), compile_in(*args))[1])
     chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax")]
-    rows = list(harness.time_cases(TINY, chosen, Settings(seconds=0.01, rounds=2), harness.FirstCalls(1.0)))
+    rows = list(harness.time_cases(TINY, chosen, Settings(seconds=0.01, rounds=2)))
     assert [row.status for case in rows for row in case] == ["measured"] * 4
     assert order == ["first call"] * 4 + ["compile"] * 4
 
@@ -507,9 +508,9 @@ def test_compile_times_a_first_call_and_one_after_another_process(monkeypatch):
     assert cold and not none and before == after != ""
 
 
-@pytest.mark.parametrize("reason", [harness.first_call.UNFINISHED, "no memory"])
-def test_a_second_process_is_not_timed_if_the_first_one_fails(reason, monkeypatch):
-    failed = harness.first_call.FirstCall(reason=reason)
+@pytest.mark.parametrize("status", ["unfinished", "failed"])
+def test_a_second_process_is_not_timed_if_the_first_one_fails(status, monkeypatch):
+    failed = harness.first_call.FirstCall(None, status, "no memory")
     monkeypatch.setattr(harness.first_call, "run", lambda *_, **__: failed)
     assert harness.first_call.run_twice("jaxrnn", cases.COMPILE[0], limit=1.0) == failed
 
@@ -519,10 +520,10 @@ def test_unfinished_first_call_skips_the_provider_in_wider_cases(monkeypatch):
 
     def never(name, case, limit, cold=False, profile=""):
         calls.append(case)
-        return harness.first_call.FirstCall(reason=harness.first_call.UNFINISHED)
+        return harness.first_call.FirstCall(None, "unfinished", f"first call unfinished after {limit:g} s")
 
     monkeypatch.setattr(harness.first_call, "run", never)
-    first_calls, slow = harness.FirstCalls(7.0), providers.PROVIDERS["torchrl"]
+    first_calls, slow = harness.FirstCalls(Settings(first_call_limit=7.0)), providers.PROVIDERS["torchrl"]
     wide, wider = Case("gru", 64, 128, 256), Case("lstm", 1, 128, 512)
     assert first_calls.problem(slow, wide) == ("unfinished", "first call unfinished after 7 s")
     assert first_calls.problem(slow, wider)[0] == "skipped"
@@ -1081,10 +1082,8 @@ def test_timed_launch_computes_the_same_as_the_native_call():
 
 
 def test_norm_suite_has_all_shapes_and_targets():
-    from benchmarks import norms
-
     shapes = [(8192, 8192), (16384, 4096), (32768, 2048), (32768, 512), (32768, 8192), (32768, 32768)]
-    chosen = norms.cases()
+    chosen = cases.NORMS
     assert len({str(case) for case in chosen}) == len(chosen) == 2 * 2 * 2 * 16
     for shape in shapes + [(rows, n) for rows in (8192, 524288) for n in (64, 128, 256, 512, 1024)]:
         of_shape = [case for case in chosen if (case.rows, case.columns) == shape]
@@ -1094,7 +1093,7 @@ def test_norm_suite_has_all_shapes_and_targets():
         ("bwd", n): 0.85 for n in (512, 2048, 4096, 8192, 32768)
     }
     assert all(c.target is None for c in chosen if c.dtype == "f32" or (c.rows, c.columns) not in shapes)
-    one = norms.NormCase("rms", "bwd", "bf16", 8192, 4096)
+    one = cases.NormCase("rms", "bwd", "bf16", 8192, 4096)
     assert str(one) == "RMSNorm bwd bf16 8192x4096" and one.bytes == 3 * 2 * 8192 * 4096
 
 
@@ -1108,7 +1107,7 @@ NORM_CASES = [
 def test_norms_are_checked_and_timed(kind, direction, dtype):
     from benchmarks import norms
 
-    case = norms.NormCase(kind, direction, dtype, 40, 24)
+    case = cases.NormCase(kind, direction, dtype, 40, 24)
     settings = Settings(rounds=2, skip=("torch-compile", "jaxrnn"))
     rows = list(norms.norm(settings, lambda _: None, [case]))
     assert [row.provider for row in rows] == ["torch_bridge", "torch", "xla", "copy"]
@@ -1127,39 +1126,40 @@ def test_wrong_or_failed_norm_is_a_row():
 
     from benchmarks import norms
 
-    case = norms.NormCase("layer", "bwd", "f32", 40, 24)
+    case = cases.NormCase("layer", "bwd", "f32", 40, 24)
 
-    def wrong(case, arrays):
-        run = norms.build_eager(case, arrays)
-        return lambda: [x * 1.01 if i == 2 else x for i, x in enumerate(run())]
+    def wrong(case, inputs):
+        eager = norms.build_eager(case, inputs)
+        return dataclasses.replace(eager, run=lambda: [x * 1.01 if i == 2 else x for i, x in enumerate(eager.run())])
 
-    def broken(case, arrays):
+    def broken(case, inputs):
         raise RuntimeError("out of order\nsecond line")
 
-    def not_a_number(case, arrays):
-        return lambda: [torch.full_like(x, torch.nan) for x in norms.build_eager(case, arrays)()]
+    def not_a_number(case, inputs):
+        eager = norms.build_eager(case, inputs)
+        return dataclasses.replace(eager, run=lambda: [torch.full_like(x, torch.nan) for x in eager.run()])
 
-    providers = [
-        norms.Provider("torch_bridge", build=wrong), norms.Provider("broken", build=broken),
-        norms.Provider("nan", build=not_a_number), norms.Provider("xla", function=lambda case: None),
-        norms.Provider("copy", build=norms.build_copy),
-    ]  # fmt: skip
-    arrays = norms.make_arrays(case, "cpu")
-    programs = {("xla", case): RuntimeError("does not compile")}
-    rows = norms.time_case(case, providers, arrays, norms.Truth(case, arrays), programs, norms.HostClock(), 3)
+    def does_not_compile():
+        raise RuntimeError("does not compile")
+
+    _, _, _, eager, xla, copy = norms.ALL
+    builds = {"torch_bridge": wrong, "broken": broken, "nan": not_a_number}
+    chosen = [*itertools.starmap(providers.Provider, builds.items()), xla, copy]
+    arrays, settings = norms.make_arrays(case, "cpu"), Settings(rounds=1)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        inputs = norms.Inputs(arrays, timing.HostStopwatch(), {("xla", case): pool.submit(does_not_compile)})
+    rows = norms.time_case(case, chosen, inputs, norms.Truth(case, arrays), settings)
     assert [row.status for row in rows] == ["wrong", "failed", "wrong", "failed", "measured"]
     assert rows[0].error_of == "dbias" and "dbias is off by 0.01" in rows[0].reason and report.broken(rows[0])
     assert rows[3].reason == "RuntimeError: does not compile"
-    alone = norms.time_case(case, [norms.ALL[3]], arrays, norms.Truth(case, arrays), {}, norms.HostClock(), 3)
+    alone = norms.time_case(case, [eager], inputs, norms.Truth(case, arrays), settings)
     assert alone[0].status == "failed" and "no copy to compare with" in alone[0].reason
 
 
 @pytest.mark.torch
 def test_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
-    from benchmarks import norms
-
     rows = []
-    for case in norms.cases():
+    for case in cases.NORMS:
         for name, value in (("torch_bridge", 0.9), ("torch", 0.3)):
             row = Row(str(case), name, ours="torch_bridge", unit="of copy", value=value, low=value, high=value)
             rows.append(dataclasses.replace(row, target=case.target if name == "torch_bridge" else None, note="9 us"))
@@ -1179,7 +1179,7 @@ def test_kernels_of_the_norm_suite_compile():
     from torch_bridge.tiling import Device
 
     for kind in ("rms", "layer"):
-        problems = norms.problems(norms.NormCase(kind, "bwd", "bf16", 8192, 512))
+        problems = norms.problems(cases.NormCase(kind, "bwd", "bf16", 8192, 512))
         assert [problem.direction for problem in problems] == ["fwd", "bwd"]
         assert all(Launch(problem, Device()).compile() for problem in problems)
 
@@ -1236,14 +1236,14 @@ def test_programs_of_the_norm_suite_accept_arrays_of_pytorch(direction, place):
 
     from benchmarks import norms
 
-    case = norms.NormCase("rms", direction, "f32", 6, 5)
-    provider = next(provider for provider in norms.ALL if provider.name == "xla")
-    clock = norms.HostClock()
+    case, stopwatch = cases.NormCase("rms", direction, "f32", 6, 5), timing.HostStopwatch()
     shapes = {"x": (6, 5), "dy": (6, 5)} | dict.fromkeys(case.parameters, (5,))
     arrays = {name: torch.ones(shape, device=place) for name, shape in shapes.items()}
-    programs = {(provider.name, case): norms.compile_program(case, provider, clock)}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        lower = functools.partial(norms.lower_program, "xla", case, stopwatch)
+        inputs = norms.Inputs(arrays, stopwatch, {("xla", case): harness.compile_in(pool, lower)})
     assert len(jax.devices()) > 1
-    results = norms._call(case, provider, arrays, programs, clock)()
+    results = norms.jax_call("xla", case, inputs).run()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
 
 
@@ -1255,9 +1255,9 @@ def test_norms_on_the_gpu_are_checked_and_timed():
 
     settings = Settings(rounds=2)
     for kind, direction in (("rms", "fwd"), ("layer", "bwd")):
-        for shape in ((4096, 2048), norms.RECURRENT[2]):
+        for shape in ((4096, 2048), cases.RECURRENT_NORMS[2]):
             begin = time.perf_counter()
-            rows = list(norms.norm(settings, lambda _: None, [norms.NormCase(kind, direction, "bf16", *shape)]))
+            rows = list(norms.norm(settings, lambda _: None, [cases.NormCase(kind, direction, "bf16", *shape)]))
             most = (time.perf_counter() - begin) * 1e6
             assert [row.provider for row in rows] == [provider.name for provider in norms.ALL]
             for row in rows:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import choice, machine, report
+from benchmarks import cases, choice, machine, report
+from benchmarks.cases import ChoiceCase
 from benchmarks.results import Report, Row
 from benchmarks.settings import Settings
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_problems_cover_the_shapes_of_agents():
     """There are at least 100: both cells, 1 to 4096 sequences, 8 to 1024 units, 1 and 16 to 1024 steps, and models."""
-    problems = choice.PROBLEMS
+    problems = cases.CHOICE
     assert len(problems) >= 100 and len(set(map(str, problems))) == len(problems)
     assert {problem.cell for problem in problems} == {"gru", "lstm"}
     assert {1, 4096} <= {problem.B for problem in problems} and {8, 1024} <= {problem.H for problem in problems}
@@ -34,9 +35,9 @@ def test_problems_cover_the_shapes_of_agents():
 
 
 def test_short_passes_are_timed_many_to_a_program():
-    assert choice.passes(choice.Problem("gru", 1, 1024, 512)) == 1
-    assert choice.passes(choice.Problem("gru", 64, 1, 128, gradients=False)) == choice.MOST_PASSES
-    assert 2 < choice.passes(choice.Problem("gru", 64, 128, 128)) < 16
+    assert choice.passes(ChoiceCase("gru", 1, 1024, 512)) == 1
+    assert choice.passes(ChoiceCase("gru", 64, 1, 128, gradients=False)) == choice.MOST_PASSES
+    assert 2 < choice.passes(ChoiceCase("gru", 64, 128, 128)) < 16
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def measured(monkeypatch):
 
         original = choice.run
         monkeypatch.setattr(choice, "run", run)
-        monkeypatch.setattr(choice, "PROBLEMS", (problem,))
+        monkeypatch.setattr(cases, "CHOICE", (problem,))
         monkeypatch.setattr(choice, "MOST_PASSES", 2)
         return {row.provider: row for row in choice.choice(Settings(seconds=0.01, rounds=1), lambda _: None)}
 
@@ -61,7 +62,7 @@ def measured(monkeypatch):
 
 @pytest.mark.parametrize("default", ["xla", "triton"])
 def test_default_gets_the_time_of_the_implementation_that_it_runs(measured, default):
-    rows = measured(choice.Problem("gru", 4, 5, 8, models=2), default=default)
+    rows = measured(ChoiceCase("gru", 4, 5, 8, models=2), default=default)
     assert list(rows) == ["default", "triton", "xla"]
     assert rows["default"].note == f"runs {default}"
     assert rows["default"].value == rows[default].value
@@ -69,14 +70,14 @@ def test_default_gets_the_time_of_the_implementation_that_it_runs(measured, defa
 
 
 def test_wrong_implementation_is_not_timed(measured):
-    rows = measured(choice.Problem("lstm", 4, 5, 8, gradients=False), wrong=0.5)
+    rows = measured(ChoiceCase("lstm", 4, 5, 8, gradients=False), wrong=0.5)
     assert rows["triton"].status == "wrong" and rows["triton"].value is None and "from xla's" in rows["triton"].reason
     assert rows["default"].value == rows["xla"].value and report.broken(rows["triton"])
 
 
 @pytest.mark.parametrize("name", ["triton", pytest.param("xla", marks=pytest.mark.torch)])  # "triton" is measured
 def test_a_program_that_does_not_fit_in_memory_has_no_time(name):
-    problem = choice.Problem("gru", 4, 5, 8, gradients=False)
+    problem = ChoiceCase("gru", 4, 5, 8, gradients=False)
 
     def run_out():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
@@ -97,7 +98,7 @@ def test_default_that_fails_has_no_time(monkeypatch):
 
     original = choice.run
     monkeypatch.setattr(choice, "run", run)
-    monkeypatch.setattr(choice, "PROBLEMS", (choice.Problem("gru", 4, 5, 8, gradients=False),))
+    monkeypatch.setattr(cases, "CHOICE", (ChoiceCase("gru", 4, 5, 8, gradients=False),))
     monkeypatch.setattr(choice, "MOST_PASSES", 2)
     rows = {row.provider: row for row in choice.choice(Settings(seconds=0.01, rounds=1), lambda _: None)}
     default = rows["default"]
@@ -107,7 +108,7 @@ def test_default_that_fails_has_no_time(monkeypatch):
 
 
 def test_problem_with_all_options_runs():
-    problem = choice.Problem("lstm", 3, 40, 8, models=2, dtype="bf16", precision="highest", reset_state="h")
+    problem = ChoiceCase("lstm", 3, 40, 8, models=2, dtype="bf16", precision="highest", reset_state="h")
     assert str(problem) == "LSTM 3,40,8 x2 bf16 highest reset state"
     results = choice.one_pass(problem, "xla")(choice.make_arrays(problem))
     assert {"ys", "dxs", "dw_ih", "dw_hh", "db", "dreset_c", "dreset_h"} == results.keys()

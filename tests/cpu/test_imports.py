@@ -1,6 +1,7 @@
 """Checks imports: `jaxrnn` works without PyTorch and Triton, `torch_bridge` without JAX, and modules obey a table."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -445,6 +446,14 @@ def test_modules_of_torch_bridge_import_only_what_they_may(module):
     if within(module, "torch_bridge.tiling", "torch_bridge.registration", *SHARED):
         forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
     assert not [name for name in imports(module) if within(name, *forbidden)]
+
+
+def test_modules_of_the_benchmarks_import_each_other_in_one_direction():
+    """Imports inside functions count too."""
+    tables = {f"benchmarks.{path.stem}": set(imported_names(path)) for path in ROOT.glob("benchmarks/*.py")}
+    known = {module: [other for other in tables if any(within(x, other) for x in tables[module])] for module in tables}
+    assert "benchmarks.first_call" in known["benchmarks.harness"]
+    graphlib.TopologicalSorter(known).prepare()  # raises CycleError
 
 
 def test_no_test_imports_another():

@@ -17,7 +17,7 @@ import pytest
 from example_modules import load
 
 from benchmarks import __main__ as command
-from benchmarks import choice, examples, norms, pages
+from benchmarks import cases, choice, examples, pages
 from benchmarks.results import AgentRow, Report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,13 +107,13 @@ def test_gpus_have_the_names_that_the_results_have(block, monkeypatch):
 
 
 def test_norms_without_a_larger_share_elsewhere_have_no_gap(monkeypatch):
-    found = {(str(case), name): 0.9 for case in norms.cases() for name in ("jaxrnn", "xla", "torch-compile")}
+    found = {(str(case), name): 0.9 for case in cases.NORMS for name in ("jaxrnn", "xla", "torch-compile")}
     monkeypatch.setattr(pages, "figures", lambda suite: found)
     text = " ".join(pages.large_norms().split())
     assert "0.90 / 0.90 / 0.90" in text and "larger share in 0 of" in text and "gap" not in text
-    found[str(norms.cases()[0]), "xla"] = 0.95
+    found[str(cases.NORMS[0]), "xla"] = 0.95
     text = " ".join(pages.large_norms().split())
-    assert "larger share in 1 of" in text and f"{norms.cases()[0]}: XLA has 0.95, ours 0.90." in text
+    assert "larger share in 1 of" in text and f"{cases.NORMS[0]}: XLA has 0.95, ours 0.90." in text
 
 
 def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
@@ -170,7 +170,7 @@ def test_the_default_is_hardly_slower_than_the_faster_implementation(machine):
     rows = results("choice", machine).rows
     found = {(row.case, row.provider): row.value for row in rows}
     labels = {row.case for row in rows}
-    assert len(labels) == len(choice.PROBLEMS) and {row.status for row in rows} == {"measured"}
+    assert len(labels) == len(cases.CHOICE) and {row.status for row in rows} == {"measured"}
     for case in labels:
         assert found[case, "default"] <= (1 + choice.TOLERANCE) * min(found[case, "triton"], found[case, "xla"])
 
