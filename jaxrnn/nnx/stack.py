@@ -37,6 +37,29 @@ class LearnedCarry(nnx.Module):
         return modules.one_or_tuple([getattr(self, name)[...] for name in self.names])
 
 
+class StackOptions(TypedDict, total=False):
+    """The options of `FusedStack` that every stack has, except `return_carry` and `rngs`."""
+
+    num_layers: int
+    dropout_rate: float
+    bidirectional: bool
+    time_major: bool
+    reverse: bool
+    keep_order: bool
+    learned_carry: bool
+    dtype: Dtype | None
+    param_dtype: Dtype
+    kernel_init: Initializer
+    recurrent_kernel_init: Initializer
+    bias_init: Initializer
+    carry_init: Initializer
+    precision: jax.lax.PrecisionLike
+    implementation: Implementation
+    remat: bool
+    norm: str | Callable[..., nnx.Module] | None
+    num_blocks: int
+
+
 class CallOptions(TypedDict, total=False):
     """The keyword arguments of `FusedStack.__call__`, except `return_carry`."""
 

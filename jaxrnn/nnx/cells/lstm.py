@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, Initializer
 from jax import Array
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.cells import LSTMParams
-from jaxrnn.checks import Implementation, check_size
+from jaxrnn.checks import check_size
 from jaxrnn.modules import ReturnsCarry
 from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights
-from jaxrnn.nnx.stack import KERNEL_INIT, RECURRENT_KERNEL_INIT, FusedStack
+from jaxrnn.nnx.stack import FusedStack, StackOptions
 
 
 class LSTMCell(FusedCell[tuple[Array, Array]], nnx.LSTMCell):
@@ -163,61 +160,23 @@ class LSTM(FusedStack[ReturnsCarry]):
 
     _cell = OptimizedLSTMCell
 
+    @modules.passes_options_to(FusedStack.__init__)
     def __init__(
         self,
         in_features: int,
         hidden_features: int,
         *,
         proj_size: int | None = None,
-        num_layers: int = 1,
-        dropout_rate: float = 0.0,
-        bidirectional: bool = False,
-        time_major: bool = False,
         return_carry: ReturnsCarry = False,  # type: ignore[assignment]
-        reverse: bool = False,
-        keep_order: bool = False,
-        learned_carry: bool = False,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = KERNEL_INIT,
-        recurrent_kernel_init: Initializer = RECURRENT_KERNEL_INIT,
-        bias_init: Initializer = jax.nn.initializers.zeros,
-        carry_init: Initializer = jax.nn.initializers.zeros,
-        precision: jax.lax.PrecisionLike = None,
-        implementation: Implementation = None,
-        remat: bool = False,
-        norm: str | Callable[..., nnx.Module] | None = None,
-        num_blocks: int = 1,
         rngs: nnx.Rngs,
+        **options: Unpack[StackOptions],
     ) -> None:
         if proj_size is not None:
             check_size(f"{type(self).__name__}: proj_size", proj_size)
-        modules.check_blocks_without_projection(self._caller(), num_blocks, proj_size)
+        modules.check_blocks_without_projection(self._caller(), options.get("num_blocks", 1), proj_size)
         self.proj_size = proj_size
-        super().__init__(
-            in_features,
-            hidden_features,
-            num_layers=num_layers,
-            dropout_rate=dropout_rate,
-            bidirectional=bidirectional,
-            time_major=time_major,
-            return_carry=return_carry,  # type: ignore[arg-type]  # mypy takes each type by itself
-            reverse=reverse,
-            keep_order=keep_order,
-            learned_carry=learned_carry,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            recurrent_kernel_init=recurrent_kernel_init,
-            bias_init=bias_init,
-            carry_init=carry_init,
-            precision=precision,
-            implementation=implementation,
-            remat=remat,
-            norm=norm,
-            num_blocks=num_blocks,
-            rngs=rngs,
-        )
+        # mypy takes each type of return_carry by itself
+        super().__init__(in_features, hidden_features, return_carry=return_carry, rngs=rngs, **options)  # type: ignore[arg-type]
 
     def _widths(self) -> dict[str, int]:
         """Returns the widths of c and h by name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, Required, TypedDict
 
 import jax
@@ -17,7 +16,7 @@ from jaxrnn.cells import NormGRUParams, norm_gru_cell
 from jaxrnn.checks import Implementation, check_norm_and_constants
 from jaxrnn.modules import ReturnsCarry
 from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights, reason_to_scan
-from jaxrnn.nnx.stack import KERNEL_INIT, RECURRENT_KERNEL_INIT, FusedStack
+from jaxrnn.nnx.stack import KERNEL_INIT, RECURRENT_KERNEL_INIT, FusedStack, StackOptions
 
 
 class NormGRUCellOptions(TypedDict, total=False):
@@ -202,6 +201,7 @@ class NormGRU(FusedStack[ReturnsCarry]):
 
     _cell = NormGRUCell
 
+    @modules.passes_options_to(FusedStack.__init__)
     def __init__(
         self,
         in_features: int,
@@ -210,56 +210,17 @@ class NormGRU(FusedStack[ReturnsCarry]):
         cell_norm: Literal["rms", "layer"] = "rms",
         epsilon: float = 1e-4,
         update_bias: float = -1.0,
-        num_layers: int = 1,
-        dropout_rate: float = 0.0,
-        bidirectional: bool = False,
-        time_major: bool = False,
         return_carry: ReturnsCarry = False,  # type: ignore[assignment]
-        reverse: bool = False,
-        keep_order: bool = False,
-        learned_carry: bool = False,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        kernel_init: Initializer = KERNEL_INIT,
-        recurrent_kernel_init: Initializer = RECURRENT_KERNEL_INIT,
-        bias_init: Initializer = jax.nn.initializers.zeros,
-        carry_init: Initializer = jax.nn.initializers.zeros,
-        precision: jax.lax.PrecisionLike = None,
-        implementation: Implementation = None,
-        remat: bool = False,
-        norm: str | Callable[..., nnx.Module] | None = None,
-        num_blocks: int = 1,
         rngs: nnx.Rngs,
+        **options: Unpack[StackOptions],
     ) -> None:
         check_norm_and_constants(modules.caller_of(self, norm="cell_norm"), cell_norm, epsilon, update_bias)
-        modules.check_blocks_without_norm(self._caller(), num_blocks)
+        modules.check_blocks_without_norm(self._caller(), options.get("num_blocks", 1))
         self.cell_norm = cell_norm
         self.epsilon = epsilon
         self.update_bias = update_bias
-        super().__init__(
-            in_features,
-            hidden_features,
-            num_layers=num_layers,
-            dropout_rate=dropout_rate,
-            bidirectional=bidirectional,
-            time_major=time_major,
-            return_carry=return_carry,  # type: ignore[arg-type]  # mypy takes each type by itself
-            reverse=reverse,
-            keep_order=keep_order,
-            learned_carry=learned_carry,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            recurrent_kernel_init=recurrent_kernel_init,
-            bias_init=bias_init,
-            carry_init=carry_init,
-            precision=precision,
-            implementation=implementation,
-            remat=remat,
-            norm=norm,
-            num_blocks=num_blocks,
-            rngs=rngs,
-        )
+        # mypy takes each type of return_carry by itself
+        super().__init__(in_features, hidden_features, return_carry=return_carry, rngs=rngs, **options)  # type: ignore[arg-type]
 
     def _make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
         """Creates one cell."""
