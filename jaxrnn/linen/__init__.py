@@ -20,14 +20,11 @@ done flag that step t - 1 returned, which is stored with the observation of step
 """
 
 import jaxrnn._require_flax  # noqa: F401
-from jaxrnn.linen.cells.gru import GRU, GRUCell
-from jaxrnn.linen.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
-from jaxrnn.linen.cells.mgu import MGU, MGUCell
-from jaxrnn.linen.cells.norm_gru import NormGRU, NormGRUCell
-from jaxrnn.linen.cells.simple import SimpleCell, SimpleRNN
+from jaxrnn.linen.cells import GRUCell, LSTMCell, MGUCell, NormGRUCell, OptimizedLSTMCell, SimpleCell
 from jaxrnn.linen.norms import LayerNorm, RMSNorm
 from jaxrnn.linen.rnn import RNN, ResetRNN
 from jaxrnn.linen.scanned import HiddenFirstScannedRNN, ScannedRNN
+from jaxrnn.linen.stack import GRU, LSTM, MGU, NormGRU, SimpleRNN
 
 __all__ = [
     "GRU",

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation
+from torch_bridge.docstrings import inherit_descriptions
 
 
 class RMSNorm(nn.RMSNorm):
@@ -37,7 +38,9 @@ class RMSNorm(nn.RMSNorm):
       use_fast_variance: has no effect unless Flax's own norm runs: `jaxrnn` always computes the variance as the mean of
         squared differences.
       force_float32_reductions: whether statistics are computed in float32 at least.
-      implementation: as in `jaxrnn.rms_norm`. "triton" raises if Flax's own norm would run.
+      implementation: "triton" (one pass of a kernel; needs an NVIDIA GPU), "xla", or None, which picks the fastest that
+        can run the input. NotImplementedError is raised if the named one cannot run it; "triton" cannot if Flax's own
+        norm would run.
 
     Examples:
       >>> import jax
@@ -83,24 +86,14 @@ class RMSNorm(nn.RMSNorm):
         return run_norm(self, "rms", x, residual, mask, super().__call__)
 
 
+@inherit_descriptions(RMSNorm)
 class LayerNorm(nn.LayerNorm):
     """`flax.linen.LayerNorm` computed by `jaxrnn.layer_norm`, with the same parameters, initial values and results.
 
     Attributes:
       epsilon: added to the variance, inside the root.
-      dtype: as in `RMSNorm`.
-      param_dtype: as in `RMSNorm`.
       use_bias: whether a parameter `bias`, `[N]`, is added to the result.
-      use_scale: as in `RMSNorm`.
       bias_init: the initializer of `bias`.
-      scale_init: as in `RMSNorm`.
-      reduction_axes: as in `RMSNorm`.
-      feature_axes: as in `RMSNorm`.
-      axis_name: as in `RMSNorm`.
-      axis_index_groups: as in `RMSNorm`.
-      use_fast_variance: as in `RMSNorm`.
-      force_float32_reductions: as in `RMSNorm`.
-      implementation: as in `jaxrnn.layer_norm`. "triton" raises if Flax's own norm would run.
 
     Examples:
       >>> import jax
@@ -127,21 +120,9 @@ class LayerNorm(nn.LayerNorm):
     ) -> Array | tuple[Array, Array]: ...
 
     @nn.compact
+    @inherit_descriptions(RMSNorm.__call__)
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, mask: ArrayLike | None = None) -> Any:
-        """Normalizes the last axis, or `reduction_axes`.
-
-        Args:
-          x: `[*rows, N]`.
-          residual: as in `RMSNorm`.
-          mask: as in `RMSNorm`.
-
-        Returns:
-          `y` or `(y, x + residual)`, as in `RMSNorm`.
-
-        Raises:
-          ValueError: as in `RMSNorm`.
-          NotImplementedError: as in `RMSNorm`.
-        """
+        """Normalizes the last axis, or `reduction_axes`."""
         return run_norm(self, "layer", x, residual, mask, super().__call__)
 
 

@@ -20,6 +20,7 @@ from jaxrnn.checks import Caller, Implementation
 from jaxrnn.choice import must_scan
 from jaxrnn.linen import cells
 from jaxrnn.modules import Carry, ReturnsCarry
+from torch_bridge.docstrings import inherit_descriptions
 
 CELL_EXAMPLE = "features=128"
 SCAN_OPTIONS: dict[str, Any] = {
@@ -161,8 +162,10 @@ class RNN(nn.RNN, Generic[ReturnsCarry]):
       variable_broadcast: the collections that are the same in every step of `nn.scan`; by default "params".
       variable_carry: the collections that `nn.scan` carries from step to step; by default none.
       split_rngs: by name of a random number generator, whether each step of `nn.scan` has its own key; by default none.
-      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
-      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
+      precision: the precision of the matmuls, as `jax.lax.dot_general` takes it; None uses the cell's.
+      implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which uses the cell's
+        or, if that is None too, the fastest that can run the cell. NotImplementedError is raised if the named one
+        cannot run it.
 
     Examples:
       >>> import jax
@@ -285,16 +288,15 @@ class RNN(nn.RNN, Generic[ReturnsCarry]):
         )
 
 
+@inherit_descriptions(RNN)
 class ResetRNN(nn.Module):
     """jaxued's `ResetRNN`, time-major: `carry, ys = ResetRNN(cell)((xs, resets), initial_carry=carry)`.
 
     It has no parameters of its own. The parameters of the cell belong to the module that creates the cell, for example
-    at `OptimizedLSTMCell_0`. Cells run as in `RNN`, fused if possible.
+    at `OptimizedLSTMCell_0`. Cells are fused if `RNN` would fuse them.
 
     Attributes:
       cell: the cell, of this module or of Flax.
-      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
-      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
 
     Examples:
       >>> import jax

@@ -17,10 +17,10 @@ from jax.typing import ArrayLike
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation, check_size, describe, shown, suggest
-from jaxrnn.linen.cells import CELL_TYPES, REPLACEMENTS
-from jaxrnn.linen.fused_cell import FusedCell
+from jaxrnn.linen.cells import CELL_TYPES, REPLACEMENTS, FusedCell
 from jaxrnn.linen.rnn import default_carries, run_cell
 from jaxrnn.modules import Carry
+from torch_bridge.docstrings import inherit_descriptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -121,10 +121,12 @@ class ScannedRNN(nn.Module):
       dtype: the dtype of the matmul operands; the carry keeps its own dtype. None uses the dtype to which inputs, carry
         and parameters promote.
       param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
-      precision: the precision of the matmuls, as in `jaxrnn.gru`.
-      implementation: as in `jaxrnn.gru`; None chooses one that can run the cell.
-      num_blocks: the number of blocks (heads) of the recurrent weights, as in `GRUCell`; more than 1 needs a cell that
-        is fused.
+      precision: the precision of the matmuls, as `jax.lax.dot_general` takes it; None means
+        `jax_default_matmul_precision`.
+      implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which picks the
+        fastest that can run the cell. NotImplementedError is raised if the named one cannot run it.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights. The H / N consecutive units of a block read
+        the states of their own block alone, and all inputs. N must divide H. More than 1 needs a cell that is fused.
 
     Examples:
       The second environment was reset before step 2:
@@ -262,20 +264,14 @@ class ScannedRNN(nn.Module):
         return _new_carry(self, batch_size, hidden_size)
 
 
+@inherit_descriptions(ScannedRNN)
 class HiddenFirstScannedRNN(ScannedRNN):
     """The `ScannedRNN` of JaxMARL's Q-learning and of purejaxql.
 
     It has `initialize_carry(hidden_size, *batch_size)`, and its parameters are under `ScannedRNN_0/GRUCell_0`.
 
     Attributes:
-      hidden_state_dim: as in `jaxrnn.linen.ScannedRNN`.
-      cell_type: as in `jaxrnn.linen.ScannedRNN`.
       cell_name: the name of the cell's parameters, by default `GRUCell_0` for "gru", and so on.
-      dtype: as in `jaxrnn.linen.ScannedRNN`.
-      param_dtype: as in `jaxrnn.linen.ScannedRNN`.
-      precision: as in `jaxrnn.linen.ScannedRNN`.
-      implementation: as in `jaxrnn.linen.ScannedRNN`.
-      num_blocks: as in `jaxrnn.linen.ScannedRNN`.
 
     Examples:
       The module that replaces purejaxql's LSTM:

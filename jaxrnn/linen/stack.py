@@ -1,4 +1,4 @@
-"""The base class of the stacks: layers, directions, dropout and norms between layers."""
+"""The stacks, and their base class: layers, directions, dropout and norms between layers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from jax.typing import ArrayLike
 from typing_extensions import Unpack
 
 from jaxrnn import modules
-from jaxrnn.checks import Caller, Implementation, check_flags
-from jaxrnn.linen.fused_cell import FusedCell
+from jaxrnn.cells import LSTMParams
+from jaxrnn.checks import Caller, Implementation, check_flags, check_norm_and_constants
+from jaxrnn.linen.cells import FusedCell, GRUCell, MGUCell, NormGRUCell, OptimizedLSTMCell, SimpleCell
 from jaxrnn.linen.norms import LayerNorm, RMSNorm
 from jaxrnn.modules import Carry, ReturnsCarry
+from torch_bridge.docstrings import inherit_descriptions
 
 
 class CallOptions(TypedDict, total=False):
@@ -309,3 +311,216 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
     def make_cell(self, **options: Any) -> Any:
         """Creates one cell."""
         return self._cell(**self.cell_options(), **options)
+
+
+class GRU(FusedStack[ReturnsCarry]):
+    """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
+
+    Layer k has the parameters of a `GRUCell` at `layers_{k}`; those of its backward direction are at
+    `layers_{k}_reverse`. The outputs concatenate the directions: forward, then backward.
+
+    Attributes:
+      features: H, the width of every layer and direction.
+      num_layers: the number of layers; each runs over the outputs of the previous layer.
+      dropout_rate: the rate of the dropout on the outputs of every layer but the last. Each step has its own mask.
+        With one layer it has no effect, and a warning says so.
+      bidirectional: whether each layer also runs from the last step to the first, with separate weights.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run all layers from the last step to the first. Outputs are in the order computed, last step
+        first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      deterministic: whether to disable dropout. With a nonzero `dropout_rate`, set it either here or in the call.
+      learned_carry: whether sequences and, by default, episodes start from learned parameters of width H, which
+        `carry_init` initializes. They are `layers_{k}_carry_h`, and also `layers_{k}_carry_c` for an LSTM; those of the
+        backward direction are `layers_{k}_reverse_carry_h` and `layers_{k}_reverse_carry_c`.
+      dtype: the dtype of the matmul operands; the carry keeps its own dtype. None uses the dtype to which inputs, carry
+        and parameters promote.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      kernel_init: the initializer of the input weights.
+      recurrent_kernel_init: the initializer of the recurrent weights.
+      bias_init: the initializer of the biases.
+      carry_init: the initializer of the carry that sequences and episodes start from.
+      precision: the precision of the matmuls, as `jax.lax.dot_general` takes it; None means
+        `jax_default_matmul_precision`.
+      implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which picks the
+        fastest that can run the input. NotImplementedError is raised if the named one cannot run it.
+      remat: whether the backward pass recomputes what it needs of the gates, in chunks of time, instead of the forward
+        pass saving it.
+      norm: the norm of the outputs of every layer but the last. It normalizes both directions together, before dropout.
+        "rms" and "layer" create an `RMSNorm` or a `LayerNorm` with its parameters at `norm_{k}`, where k is the layer
+        whose outputs it normalizes. A class or a function creates another module when called as `norm(name=name)`. None
+        means no norm.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights of every layer and direction. The H / N
+        consecutive units of a block read the states of their own block alone, and all inputs. N must divide H.
+
+    Examples:
+      Two layers, and a second chunk of the sequences, which goes on from the carry of the first:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import GRU
+      >>> rnn = GRU(4, num_layers=2, time_major=True, return_carry=True)
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> carry, ys = rnn.apply(variables, xs, resets=resets)
+      >>> carry, ys = rnn.apply(variables, xs, initial_carry=carry, resets=resets)
+      >>> ys.shape, [h.shape for h in carry]
+      ((5, 2, 4), [(2, 4), (2, 4)])
+    """
+
+    _cell = GRUCell
+
+
+@inherit_descriptions(GRU)
+class LSTM(FusedStack[ReturnsCarry]):
+    """A stack of LSTMs like `torch.nn.LSTM`: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
+
+    Attributes:
+      proj_size: P, the width to which `layers_{k}/proj` projects hidden states, and so outputs; c stays H wide. None
+        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`. It excludes `num_blocks` > 1.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import LSTM
+      >>> rnn, xs, resets = LSTM(4, num_layers=2, return_carry=True), jnp.ones((2, 5, 3)), jnp.zeros((2, 5))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> carry, ys = rnn.apply(variables, xs, resets=resets)
+      >>> (c, h), second = carry  # a pair for each layer
+      >>> ys.shape, c.shape, h.shape
+      ((2, 5, 4), (2, 4), (2, 4))
+    """
+
+    proj_size: int | None = None
+
+    _cell = OptimizedLSTMCell
+
+    @nn.nowrap
+    def check(self, reverse: bool) -> None:
+        """Raises ValueError unless the attributes describe a valid stack."""
+        if self.proj_size is not None:
+            modules.check_sizes(self, "proj_size")
+        modules.check_blocks_without_projection(self.caller(), self.num_blocks, self.proj_size)
+        super().check(reverse)
+
+    @nn.nowrap
+    def widths(self) -> tuple[int, ...]:
+        """Returns the widths of c and h."""
+        return self.features, self.features if self.proj_size is None else self.proj_size
+
+    @nn.nowrap
+    def packed_params(self, cell: Any, input_features: int) -> LSTMParams:
+        """Returns the parameters of one cell, creating missing ones."""
+        return cell.packed_params(input_features, self.features, self.proj_size)
+
+
+@inherit_descriptions(GRU)
+class MGU(FusedStack[ReturnsCarry]):
+    """A stack of minimal gated units: `GRU` with the cell `MGUCell`.
+
+    Attributes:
+      bias_init: the initializer of the biases of n, which is `activation_bias_init` of the cell.
+      forget_bias_init: the initializer of the biases of the forget gate.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import MGU
+      >>> rnn, xs, resets = MGU(4, bidirectional=True), jnp.ones((2, 5, 3)), jnp.zeros((2, 5))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> rnn.apply(variables, xs, resets=resets).shape  # of both directions
+      (2, 5, 8)
+    """
+
+    forget_bias_init: Initializer = nn.initializers.ones
+
+    _cell = MGUCell
+
+    @nn.nowrap
+    def cell_options(self) -> dict[str, Any]:
+        """Returns the attributes of every cell."""
+        options = super().cell_options()
+        inits = {"forget_bias_init": self.forget_bias_init, "activation_bias_init": options.pop("bias_init")}
+        return options | inits
+
+
+@inherit_descriptions(GRU)
+class SimpleRNN(FusedStack[ReturnsCarry]):
+    """A stack of simple RNNs like `torch.nn.RNN`: `GRU` with the cell `SimpleCell`.
+
+    Attributes:
+      activation_fn: tanh or relu; another function raises NotImplementedError.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import SimpleRNN
+      >>> rnn, xs, resets = SimpleRNN(4, activation_fn=jax.nn.relu), jnp.ones((2, 5, 3)), jnp.zeros((2, 5))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> rnn.apply(variables, xs, resets=resets).shape
+      (2, 5, 4)
+    """
+
+    activation_fn: Callable[[Array], Array] = nn.tanh
+
+    _cell = SimpleCell
+
+    @nn.nowrap
+    def check(self, reverse: bool) -> None:
+        """Raises ValueError unless the attributes describe a valid stack, NotImplementedError for an activation."""
+        super().check(reverse)
+        modules.check_function(self.caller(), "activation_fn", self.activation_fn)
+        if (reason := SimpleCell.reason_of_formula(self.make_cell(parent=None))) is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: a stack cannot run {reason}; use one RNN per layer instead"
+            )
+
+    @nn.nowrap
+    def cell_options(self) -> dict[str, Any]:
+        """Returns the attributes of every cell."""
+        return super().cell_options() | {"activation_fn": self.activation_fn}
+
+
+@inherit_descriptions(GRU)
+class NormGRU(FusedStack[ReturnsCarry]):
+    """A stack of GRUs whose gates see a norm of inputs and state: `GRU` with the cell `NormGRUCell`.
+
+    The norm inside the cells is `cell_norm`; `norm` is between layers.
+
+    Attributes:
+      num_blocks: must be 1, because the norm sees all units; ValueError is raised otherwise.
+      cell_norm: `norm` of the cells, "rms" (RMSNorm) or "layer" (LayerNorm).
+      epsilon: what is added to the variance of that norm.
+      update_bias: what is added to the update gate before its activation.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import NormGRU
+      >>> rnn, xs, resets = NormGRU(4, num_layers=2, cell_norm="layer"), jnp.ones((2, 5, 3)), jnp.zeros((2, 5))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> rnn.apply(variables, xs, resets=resets).shape
+      (2, 5, 4)
+    """
+
+    cell_norm: Literal["rms", "layer"] = dataclasses.field(default="rms", kw_only=True)
+    epsilon: float = dataclasses.field(default=1e-4, kw_only=True)
+    update_bias: float = dataclasses.field(default=-1.0, kw_only=True)
+
+    _cell = NormGRUCell
+
+    @nn.nowrap
+    def check(self, reverse: bool) -> None:
+        """Raises ValueError unless the attributes describe a valid stack."""
+        super().check(reverse)
+        check_norm_and_constants(
+            modules.caller_of(self, norm="cell_norm"), self.cell_norm, self.epsilon, self.update_bias
+        )
+        modules.check_blocks_without_norm(self.caller(), self.num_blocks)
+
+    @nn.nowrap
+    def cell_options(self) -> dict[str, Any]:
+        """Returns the attributes of every cell."""
+        own = {"norm": self.cell_norm, "epsilon": self.epsilon, "update_bias": self.update_bias}
+        return super().cell_options() | own

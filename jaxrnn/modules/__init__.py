@@ -35,6 +35,7 @@ from jaxrnn.modules.checks import (
     check_width,
 )
 from jaxrnn.modules.norms import check_norm_options, normalize, option_of_flax, run_flax
+from jaxrnn.modules.options import passes_options_to
 from jaxrnn.modules.reasons import (
     reason_to_scan_gates,
     reason_to_scan_options,
@@ -86,6 +87,7 @@ __all__ = [
     "normalize",
     "one_or_tuple",
     "option_of_flax",
+    "passes_options_to",
     "prepare_loop",
     "reason_to_scan_gates",
     "reason_to_scan_options",

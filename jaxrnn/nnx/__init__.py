@@ -16,12 +16,10 @@ done flag that step t - 1 returned, which is stored with the observation of step
 """
 
 import jaxrnn._require_flax  # noqa: F401
-from jaxrnn.nnx.cells.gru import GRU, GRUCell
-from jaxrnn.nnx.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
-from jaxrnn.nnx.cells.norm_gru import NormGRU, NormGRUCell
-from jaxrnn.nnx.cells.simple import SimpleCell, SimpleRNN
+from jaxrnn.nnx.cells import GRUCell, LSTMCell, NormGRUCell, OptimizedLSTMCell, SimpleCell
 from jaxrnn.nnx.norms import LayerNorm, RMSNorm
 from jaxrnn.nnx.rnn import RNN
+from jaxrnn.nnx.stack import GRU, LSTM, NormGRU, SimpleRNN
 
 __all__ = [
     "GRU",

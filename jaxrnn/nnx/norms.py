@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation
+from torch_bridge.docstrings import inherit_descriptions
 
 
 class RMSNormOptions(TypedDict, total=False):
@@ -65,7 +66,9 @@ class RMSNorm(nnx.RMSNorm):
       use_fast_variance: has no effect unless Flax's own norm runs: `jaxrnn` always computes the variance as the mean of
         squared differences.
       promote_dtype: the function that converts inputs and parameters to one dtype.
-      implementation: as in `jaxrnn.rms_norm`. "triton" raises if Flax's own norm would run.
+      implementation: "triton" (one pass of a kernel; needs an NVIDIA GPU), "xla", or None, which picks the fastest that
+        can run the input. NotImplementedError is raised if the named one cannot run it; "triton" cannot if Flax's own
+        norm would run.
       rngs: the random number generators of the parameters.
       scale_metadata: metadata of `scale`, such as its sharding.
 
@@ -120,28 +123,15 @@ class RMSNorm(nnx.RMSNorm):
         return run_norm(self, "rms", x, residual, mask, super().__call__, ("scale",))
 
 
+@inherit_descriptions(RMSNorm)
 class LayerNorm(nnx.LayerNorm):
     """`flax.nnx.LayerNorm` computed by `jaxrnn.layer_norm`, with the same parameters, initial values and results.
 
     Args:
-      num_features: N.
       epsilon: added to the variance, inside the root.
-      dtype: as in `RMSNorm`.
-      param_dtype: as in `RMSNorm`.
       use_bias: whether a parameter `bias`, `[N]`, is added to the result.
-      use_scale: as in `RMSNorm`.
       bias_init: the initializer of `bias`.
-      scale_init: as in `RMSNorm`.
-      reduction_axes: as in `RMSNorm`.
-      feature_axes: as in `RMSNorm`.
-      axis_name: as in `RMSNorm`.
-      axis_index_groups: as in `RMSNorm`.
-      use_fast_variance: as in `RMSNorm`.
-      promote_dtype: as in `RMSNorm`.
-      implementation: as in `jaxrnn.layer_norm`. "triton" raises if Flax's own norm would run.
-      rngs: as in `RMSNorm`.
       bias_metadata: metadata of `bias`, such as its sharding.
-      scale_metadata: as in `RMSNorm`.
 
     Raises:
       ValueError: an argument has an invalid value.
@@ -174,21 +164,9 @@ class LayerNorm(nnx.LayerNorm):
         self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike | None
     ) -> Array | tuple[Array, Array]: ...
 
+    @inherit_descriptions(RMSNorm.__call__)
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike | None = None) -> Any:
-        """Normalizes the last axis, or `reduction_axes`.
-
-        Args:
-          x: `[*rows, N]`.
-          mask: as in `RMSNorm`.
-          residual: as in `RMSNorm`.
-
-        Returns:
-          `y` or `(y, x + residual)`, as in `RMSNorm`.
-
-        Raises:
-          ValueError: as in `RMSNorm`.
-          NotImplementedError: as in `RMSNorm`.
-        """
+        """Normalizes the last axis, or `reduction_axes`."""
         return run_norm(self, "layer", x, residual, mask, super().__call__, ("scale", "bias"))
 
 

@@ -17,7 +17,7 @@ from jaxrnn import modules
 from jaxrnn.checks import Caller, Implementation
 from jaxrnn.choice import must_scan
 from jaxrnn.modules import Carry, ReturnsCarry
-from jaxrnn.nnx.fused_cell import reason_to_scan, run_fused, starts_from_zeros
+from jaxrnn.nnx.cells import reason_to_scan, run_fused, starts_from_zeros
 
 Rngs = nnx.Rngs | nnx.RngStream | None
 
@@ -57,9 +57,10 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
       state_axes: the scan axes of the cell's state in `nnx.scan`.
       broadcast_rngs: the filter of the random states that `nnx.scan` broadcasts over the steps.
       rngs: the random number generator of `cell.initialize_carry`.
-      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
-      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
-
+      precision: the precision of the matmuls, as `jax.lax.dot_general` takes it; None uses the cell's.
+      implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which uses the cell's
+        or, if that is None too, the fastest that can run the cell. NotImplementedError is raised if the named one
+        cannot run it.
 
     Raises:
       ValueError: `cell` is no cell, or `unroll` is not a positive integer.

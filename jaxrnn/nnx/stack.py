@@ -1,4 +1,4 @@
-"""The base class of the stacks: layers, directions, dropout and norms between layers."""
+"""The stacks, and their base class: layers, directions, dropout and norms between layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,24 @@ from jax.typing import ArrayLike
 from typing_extensions import Unpack
 
 from jaxrnn import modules
-from jaxrnn.checks import Caller, Implementation, check_flags, check_size
+from jaxrnn.checks import Caller, Implementation, check_flags, check_norm_and_constants, check_size
 from jaxrnn.modules import Carry, ReturnsCarry
-from jaxrnn.nnx.fused_cell import FusedCell, entry_of, packed_params, reason_to_scan
+from jaxrnn.nnx.cells import (
+    KERNEL_INIT,
+    RECURRENT_KERNEL_INIT,
+    FusedCell,
+    GRUCell,
+    NormGRUCell,
+    OptimizedLSTMCell,
+    ProjectedLSTMCell,
+    SimpleCell,
+    packed_params,
+    reason_to_scan,
+    recurrence_of,
+)
 from jaxrnn.nnx.norms import LayerNorm, RMSNorm
 from jaxrnn.nnx.rnn import Rngs
-
-KERNEL_INIT, RECURRENT_KERNEL_INIT = nnx.initializers.lecun_normal(), nnx.initializers.orthogonal()
+from torch_bridge.docstrings import inherit_descriptions
 
 
 class LearnedCarry(nnx.Module):
@@ -35,6 +46,29 @@ class LearnedCarry(nnx.Module):
     def __call__(self) -> Carry:
         """Returns an array `[H]`, or a pair `(c, h)` of such arrays."""
         return modules.one_or_tuple([getattr(self, name)[...] for name in self.names])
+
+
+class StackOptions(TypedDict, total=False):
+    """The options of `FusedStack` that every stack has, except `return_carry` and `rngs`."""
+
+    num_layers: int
+    dropout_rate: float
+    bidirectional: bool
+    time_major: bool
+    reverse: bool
+    keep_order: bool
+    learned_carry: bool
+    dtype: Dtype | None
+    param_dtype: Dtype
+    kernel_init: Initializer
+    recurrent_kernel_init: Initializer
+    bias_init: Initializer
+    carry_init: Initializer
+    precision: jax.lax.PrecisionLike
+    implementation: Implementation
+    remat: bool
+    norm: str | Callable[..., nnx.Module] | None
+    num_blocks: int
 
 
 class CallOptions(TypedDict, total=False):
@@ -254,7 +288,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
                 raise NotImplementedError(f"{caller.name}: a stack cannot run {reason}; use one RNN per layer instead")
         structure = self._widths(), self.num_layers, self.bidirectional
         return modules.run_stack(
-            [[(entry_of(cell).recurrence(cell), packed_params(cell)) for cell in layer] for layer in layers],
+            [[(recurrence_of(cell), packed_params(cell)) for cell in layer] for layer in layers],
             modules.group_by_direction(caller("carry"), initial_carry, *structure),
             inputs,
             resets=resets,
@@ -332,3 +366,208 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
         """Returns the carry whose entry for each module at `name` is `make(module)`."""
         entries = [tuple(map(make, layer)) for layer in self._by_layer(name)]
         return tuple(entry if self.bidirectional else entry[0] for entry in entries)
+
+
+class GRU(FusedStack[ReturnsCarry]):
+    """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
+
+    `layers[k]` is the `GRUCell` of layer k, and `layers_reverse[k]` is the `GRUCell` of its backward direction. The
+    outputs concatenate the directions: forward, then backward.
+
+    Args:
+      in_features: D, the width of the inputs.
+      hidden_features: H, the width of every layer and direction.
+      num_layers: the number of layers; each runs over the outputs of the previous layer.
+      dropout_rate: the rate of the dropout on the outputs of every layer but the last. Each step has its own mask.
+        With one layer it has no effect, and a warning says so.
+      bidirectional: whether each layer also runs from the last step to the first, with separate weights.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run all layers from the last step to the first. Outputs are in the order computed, last step
+        first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      learned_carry: whether sequences and, by default, episodes start from learned parameters of width H, which
+        `carry_init` initializes. They are `carries[k].h`, and also `carries[k].c` for an LSTM; those of the backward
+        direction are in `carries_reverse[k]`.
+      dtype: the dtype of the matmul operands; the carry keeps its own dtype. None uses the dtype to which inputs, carry
+        and parameters promote.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      kernel_init: the initializer of the input weights.
+      recurrent_kernel_init: the initializer of the recurrent weights.
+      bias_init: the initializer of the biases.
+      carry_init: the initializer of the carry that sequences and episodes start from.
+      precision: the precision of the matmuls, as `jax.lax.dot_general` takes it; None means
+        `jax_default_matmul_precision`.
+      implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which picks the
+        fastest that can run the input. NotImplementedError is raised if the named one cannot run it.
+      remat: whether the backward pass recomputes what it needs of the gates, in chunks of time, instead of the forward
+        pass saving it.
+      norm: the norm of the outputs of every layer but the last. It normalizes both directions together, before dropout.
+        "rms" and "layer" create an `RMSNorm` or a `LayerNorm` at `norms[k]`, where k is the layer whose outputs it
+        normalizes. A class or a function creates another module when called as `norm(width, rngs=rngs)`. None means no
+        norm.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights of every layer and direction. The H / N
+        consecutive units of a block read the states of their own block alone, and all inputs. N must divide H.
+      rngs: the random number generators of the parameters and of dropout.
+
+    Raises:
+      ValueError: an argument has an invalid value, or both `bidirectional` and `reverse` are set.
+
+    Examples:
+      Two layers, and a second chunk of the sequences, which goes on from the carry of the first:
+
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import GRU
+      >>> rnn = GRU(3, 4, num_layers=2, time_major=True, return_carry=True, rngs=nnx.Rngs(0))
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2))
+      >>> carry, ys = rnn(xs, resets=resets)
+      >>> carry, ys = rnn(xs, initial_carry=carry, resets=resets)
+      >>> ys.shape, [h.shape for h in carry]
+      ((5, 2, 4), [(2, 4), (2, 4)])
+    """
+
+    _cell = GRUCell
+
+
+@inherit_descriptions(GRU)
+class LSTM(FusedStack[ReturnsCarry]):
+    """A stack of LSTMs like `torch.nn.LSTM`: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
+
+    Args:
+      proj_size: P, the width to which `layers[k].proj` projects hidden states, and so outputs; c stays H wide. None
+        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`. It excludes `num_blocks` > 1.
+
+    Raises:
+      ValueError: an argument has an invalid value, both `bidirectional` and `reverse` are set, or both `proj_size` and
+        `num_blocks` > 1 are given.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import LSTM
+      >>> rnn = LSTM(3, 4, num_layers=2, return_carry=True, rngs=nnx.Rngs(0))
+      >>> carry, ys = rnn(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5)))
+      >>> (c, h), second = carry  # a pair for each layer
+      >>> ys.shape, c.shape, h.shape
+      ((2, 5, 4), (2, 4), (2, 4))
+    """
+
+    _cell = OptimizedLSTMCell
+
+    @modules.passes_options_to(FusedStack.__init__)
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        proj_size: int | None = None,
+        return_carry: ReturnsCarry = False,  # type: ignore[assignment]
+        rngs: nnx.Rngs,
+        **options: Unpack[StackOptions],
+    ) -> None:
+        if proj_size is not None:
+            check_size(f"{type(self).__name__}: proj_size", proj_size)
+        modules.check_blocks_without_projection(self._caller(), options.get("num_blocks", 1), proj_size)
+        self.proj_size = proj_size
+        # mypy takes each type of return_carry by itself
+        super().__init__(in_features, hidden_features, return_carry=return_carry, rngs=rngs, **options)  # type: ignore[arg-type]
+
+    def _widths(self) -> dict[str, int]:
+        """Returns the widths of c and h by name."""
+        return {"c": self.hidden_features, "h": self.hidden_features if self.proj_size is None else self.proj_size}
+
+    def _make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
+        """Creates one cell, with a projection if `proj_size` is set."""
+        if self.proj_size is None:
+            return self._cell(*args, **options)
+        return ProjectedLSTMCell(*args, proj_size=self.proj_size, **options)
+
+
+@inherit_descriptions(GRU)
+class SimpleRNN(FusedStack[ReturnsCarry]):
+    """A stack of simple RNNs like `torch.nn.RNN`: `GRU` with the cell `SimpleCell`.
+
+    Args:
+      activation_fn: tanh or relu; another function raises NotImplementedError in the call.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import SimpleRNN
+      >>> rnn = SimpleRNN(3, 4, activation_fn=nnx.relu, rngs=nnx.Rngs(0))
+      >>> rnn(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5))).shape
+      (2, 5, 4)
+    """
+
+    _cell = SimpleCell
+
+    @modules.passes_options_to(FusedStack.__init__)
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation_fn: Callable[[Array], Array] = nnx.tanh,
+        return_carry: ReturnsCarry = False,  # type: ignore[assignment]
+        rngs: nnx.Rngs,
+        **options: Unpack[StackOptions],
+    ) -> None:
+        modules.check_function(self._caller(), "activation_fn", activation_fn)
+        self.activation_fn = activation_fn
+        # mypy takes each type of return_carry by itself
+        super().__init__(in_features, hidden_features, return_carry=return_carry, rngs=rngs, **options)  # type: ignore[arg-type]
+
+    def _make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
+        """Creates one cell."""
+        return self._cell(*args, activation_fn=self.activation_fn, **options)
+
+
+@inherit_descriptions(GRU)
+class NormGRU(FusedStack[ReturnsCarry]):
+    """A stack of GRUs whose gates see a norm of inputs and state: `GRU` with the cell `NormGRUCell`.
+
+    The norm inside the cells is `cell_norm`; `norm` is between layers.
+
+    Args:
+      cell_norm: `norm` of the cells, "rms" (RMSNorm) or "layer" (LayerNorm).
+      epsilon: what is added to the variance of that norm.
+      update_bias: what is added to the update gate before its activation.
+      num_blocks: must be 1, because the norm sees all units.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import NormGRU
+      >>> rnn = NormGRU(3, 4, num_layers=2, cell_norm="layer", rngs=nnx.Rngs(0))
+      >>> rnn(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5))).shape
+      (2, 5, 4)
+    """
+
+    _cell = NormGRUCell
+
+    @modules.passes_options_to(FusedStack.__init__)
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        cell_norm: Literal["rms", "layer"] = "rms",
+        epsilon: float = 1e-4,
+        update_bias: float = -1.0,
+        return_carry: ReturnsCarry = False,  # type: ignore[assignment]
+        rngs: nnx.Rngs,
+        **options: Unpack[StackOptions],
+    ) -> None:
+        check_norm_and_constants(modules.caller_of(self, norm="cell_norm"), cell_norm, epsilon, update_bias)
+        modules.check_blocks_without_norm(self._caller(), options.get("num_blocks", 1))
+        self.cell_norm = cell_norm
+        self.epsilon = epsilon
+        self.update_bias = update_bias
+        # mypy takes each type of return_carry by itself
+        super().__init__(in_features, hidden_features, return_carry=return_carry, rngs=rngs, **options)  # type: ignore[arg-type]
+
+    def _make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
+        """Creates one cell."""
+        options |= {"norm": self.cell_norm, "epsilon": self.epsilon, "update_bias": self.update_bias}
+        return self._cell(*args, **options)

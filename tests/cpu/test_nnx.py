@@ -22,7 +22,7 @@ from trees import assert_close, normal, some_resets
 import jaxrnn
 import jaxrnn.nnx as fused
 from jaxrnn import linen, recurrent
-from jaxrnn.nnx.fused_cell import packed_params, reason_to_scan
+from jaxrnn.nnx.cells import packed_params, reason_to_scan
 
 T, B, D, H = 7, 4, 5, 6
 CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "SimpleCell", "NormGRUCell"]

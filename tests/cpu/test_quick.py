@@ -12,8 +12,9 @@ import jaxrnn
 import jaxrnn.convert
 import jaxrnn.linen
 import jaxrnn.nnx
-from jaxrnn.linen import fused_cell, stack
-from jaxrnn.nnx import fused_cell as nnx_cell
+from jaxrnn.linen import cells as linen_cells
+from jaxrnn.linen import stack
+from jaxrnn.nnx import cells as nnx_cells
 from jaxrnn.nnx import stack as nnx_stack
 
 pytestmark = pytest.mark.torch  # without PyTorch, tests that need it are not found
@@ -58,9 +59,9 @@ def expected():
             set(itertools.product(cells.CELLS, ("None", "torch", "triton"))),
         "cpu/test_torch_nn.py::test_ensemble_under_vmap_matches_its_modules": classes(nn, RecurrentModule),
         "cpu/test_linen.py::test_agents_with_the_replacement_compute_the_same":
-            classes(jaxrnn.linen, fused_cell.FusedCell),
+            classes(jaxrnn.linen, linen_cells.FusedCell),
         "cpu/test_stacks.py::test_triton_matches_xla": classes(jaxrnn.linen, stack.FusedStack),
-        "cpu/test_nnx.py::test_rnn_equals_flax_rnn": classes(jaxrnn.nnx, nnx_cell.FusedCell),
+        "cpu/test_nnx.py::test_rnn_equals_flax_rnn": classes(jaxrnn.nnx, nnx_cells.FusedCell),
         "cpu/test_nnx.py::test_stacks_equal_those_of_linen": classes(jaxrnn.nnx, nnx_stack.FusedStack),
         "interpreted/test_norms.py::test_interpreted_kernels_have_at_most_twice_the_error_of_xla": norms,
         "interpreted/test_norm_modules.py::test_linen_modules_equal_those_of_flax": {(x, "triton") for x in norms},

@@ -16,26 +16,30 @@ class GRU(SingleStateModule):
     """`torch.nn.GRU` with episode resets.
 
     Args:
-      input_size: D.
-      hidden_size: H. All arguments not listed here are those of `torch.nn.GRU`.
-      num_layers: see `torch.nn.GRU`.
-      bias: see `torch.nn.GRU`.
-      batch_first: see `torch.nn.GRU`.
-      dropout: see `torch.nn.GRU`.
-      bidirectional: see `torch.nn.GRU`.
+      input_size: D, the width of the input.
+      hidden_size: H, the width of every layer and direction.
+      num_layers: the number of layers; each runs over the outputs of the previous layer.
+      bias: whether each direction of a layer has the biases `bias_ih_l{k}` and `bias_hh_l{k}`.
+      batch_first: whether inputs are `[B, T, D]` or, by default, `[T, B, D]`. States have the same shape with both.
+      dropout: the rate of the dropout on the outputs of every layer but the last while the module trains.
+      bidirectional: whether each layer also runs from the last step to the first, with separate weights.
       proj_size: must be None: only an LSTM has a projection.
-      device: see `torch.nn.GRU`.
-      dtype: see `torch.nn.GRU`.
-      precision: precision of float32 products in the time loop, see `torch_bridge.functional.gru`.
-      implementation: see `torch_bridge.functional.gru`.
-      num_blocks: N, the number of blocks (heads) of the recurrent weights, see `w_hh` of `torch_bridge.functional.gru`.
-        With N > 1, `weight_hh_l0` and its like are `[N, 3H / N, H / N]`. Their initial values are uniform between
-        -1 / sqrt(H / N) and 1 / sqrt(H / N), as in a module of H / N units.
+      device: the device of the parameters.
+      dtype: the dtype of the parameters.
+      precision: precision of float32 products in the time loop on a GPU: "tf32"; "tf32x3", which has the accuracy of
+        float32; or None: "tf32" if `torch.backends.cuda.matmul` allows it and H is above 32, else "tf32x3".
+      implementation: "triton" (the kernels, which need an NVIDIA GPU), "torch" (PyTorch operations), or None: the
+        kernels where they can run, elsewhere PyTorch operations. A call raises NotImplementedError if the named one
+        cannot run the input.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights. The H / N consecutive units of a block read
+        the states of their own block alone, and all inputs. With N > 1, `weight_hh_l0` and its like, which have F rows
+        otherwise, are `[N, F / N, H / N]`, the rows of a block ordered by gate. Their initial values are those of a
+        module of H / N units: uniform between -1 / sqrt(H / N) and 1 / sqrt(H / N).
 
     Raises:
-      ValueError: the precision or the implementation is unknown, or `num_blocks` is not a positive integer that
-        divides H; see also `torch.nn.GRU`.
-      TypeError: see `torch.nn.GRU`.
+      ValueError: the precision or the implementation is unknown, `num_blocks` is not a positive integer that divides H,
+        or `torch.nn` rejects an argument.
+      TypeError: `hidden_size` is not an integer.
 
     Examples:
       >>> import torch

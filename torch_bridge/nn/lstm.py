@@ -9,34 +9,25 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge import cells
+from torch_bridge.docstrings import inherit_descriptions
 from torch_bridge.functional import Implementation
 from torch_bridge.functional.lstm import split_state_pair
 from torch_bridge.nn.forward import forward
+from torch_bridge.nn.gru import GRU
 from torch_bridge.nn.recurrent import Device, RecurrentModule
+from torch_bridge.nn.single_state import SingleStateModule
 from torch_bridge.rnn_ops import Precision
 
 
+@inherit_descriptions(GRU)
 class LSTM(RecurrentModule):
     """`torch.nn.LSTM` with episode resets.
 
     Args:
-      input_size: D.
-      hidden_size: H. All arguments not listed here are those of `torch.nn.LSTM`.
-      num_layers: see `torch.nn.LSTM`.
-      bias: see `torch.nn.LSTM`.
-      batch_first: see `torch.nn.LSTM`.
-      dropout: see `torch.nn.LSTM`.
-      bidirectional: see `torch.nn.LSTM`.
       proj_size: P, the width to which hidden states are projected; 0 for no projection.
-      device: see `torch.nn.LSTM`.
-      dtype: see `torch.nn.LSTM`.
-      precision: see `GRU`.
-      implementation: see `GRU`.
-      num_blocks: see `GRU`; more than 1 excludes `proj_size`.
-
-    Raises:
-      ValueError: see `GRU` and `torch.nn.LSTM`.
-      TypeError: see `torch.nn.LSTM`.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights. The H / N consecutive units of a block read
+        the states of their own block alone, and all inputs. With N > 1, `weight_hh_l0` and its like are
+        `[N, 4H / N, H / N]`, and their initial values are those of a module of H / N units. It excludes `proj_size`.
 
     Examples:
       >>> import torch
@@ -119,6 +110,7 @@ class LSTM(RecurrentModule):
         reset_state: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> tuple[PackedSequence, tuple[Tensor, Tensor]]: ...
 
+    @inherit_descriptions(SingleStateModule.forward)
     def forward(
         self,
         input: Any,
@@ -130,18 +122,15 @@ class LSTM(RecurrentModule):
         """Runs the stack, starting afresh wherever `resets` is nonzero.
 
         Args:
-          input: see `GRU.forward`.
-          hx: `(h, c)`, each like `hx` of `GRU.forward`; the width of h is `proj_size` if that is given.
-          resets: see `GRU.forward`.
-          reset_state: None (zeros) or `(h, c)`, each like `reset_state` of `GRU.forward`.
+          hx: `(h, c)`, each `[layers * directions, B, H]` (`[layers * directions, H]` if unbatched), in the dtype of
+            the input or in float32; or None for zeros. The width of h is `proj_size` if that is given.
+          reset_state: `(h, c)` at the start of an episode: None (zeros), or a pair of None or arrays, each
+            `[layers * directions, H]`, a value for each sequence in the shape of `hx`, or a value for every step in the
+            shape `[layers * directions, T, B, H]` (`[..., B, T, H]`, `[..., T, H]`). It is differentiable.
 
         Returns:
-          `(output, (h_n, c_n))`, see `torch.nn.LSTM`.
-
-        Raises:
-          ValueError: see `GRU.forward`.
-          RuntimeError: see `torch.nn.LSTM`.
-          NotImplementedError: see `GRU.forward`.
+          `(output, (h_n, c_n))`, the hidden states of the last layer, `[T, B, directions * H]` (`[B, T, ...]`,
+          `[T, ...]`, packed), and the last states, in the shape and the dtype of `hx`.
         """
         if hx is not None:
             hx = split_state_pair("hx", hx)

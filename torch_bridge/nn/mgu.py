@@ -7,36 +7,20 @@ from torch.nn import Parameter
 
 from torch_bridge import cells
 from torch_bridge.cells import CellSpec
+from torch_bridge.docstrings import inherit_descriptions
 from torch_bridge.functional import Implementation
+from torch_bridge.nn.gru import GRU
 from torch_bridge.nn.recurrent import Device
 from torch_bridge.nn.single_state import SingleStateModule
 from torch_bridge.rnn_ops import Precision
 
 
+@inherit_descriptions(GRU)
 class MGU(SingleStateModule):
     """Minimal gated units with episode resets, in the form of `torch.nn.GRU`; `torch.nn` has no such module.
 
     Parameters have the names of those of `torch.nn.GRU`, with 2H rows instead of 3H, gates ordered f, n. Their initial
     values are uniform between -1 / sqrt(H) and 1 / sqrt(H).
-
-    Args:
-      input_size: D.
-      hidden_size: H. All arguments not listed here are those of `torch.nn.GRU`.
-      num_layers: see `torch.nn.GRU`.
-      bias: see `torch.nn.GRU`.
-      batch_first: see `torch.nn.GRU`.
-      dropout: see `torch.nn.GRU`.
-      bidirectional: see `torch.nn.GRU`.
-      proj_size: must be None: only an LSTM has a projection.
-      device: see `torch.nn.GRU`.
-      dtype: see `torch.nn.GRU`.
-      precision: see `GRU`.
-      implementation: see `GRU`.
-      num_blocks: see `GRU`.
-
-    Raises:
-      ValueError: see `GRU` and `torch.nn.GRU`.
-      TypeError: see `torch.nn.GRU`.
 
     Examples:
       >>> import torch

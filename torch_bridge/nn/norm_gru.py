@@ -10,14 +10,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_bridge.cells import CellSpec
+from torch_bridge.docstrings import inherit_descriptions
 from torch_bridge.functional import Direction, Implementation
 from torch_bridge.functional.norm_gru import cell_of, check_constants, check_norm
 from torch_bridge.functional.norm_weights import NormWeights, fold
+from torch_bridge.nn.gru import GRU
 from torch_bridge.nn.recurrent import Device
 from torch_bridge.nn.single_state import SingleStateModule
 from torch_bridge.rnn_ops import Precision
 
 
+@inherit_descriptions(GRU)
 class NormGRU(SingleStateModule):
     """The GRU of DreamerV3, whose gates see a norm of inputs and state, in the form of `torch.nn.GRU`.
 
@@ -28,26 +31,14 @@ class NormGRU(SingleStateModule):
     shifts. `functional.norm_gru` has the formula.
 
     Args:
-      input_size: D.
-      hidden_size: H. All arguments not listed here are those of `torch.nn.GRU`.
-      num_layers: see `torch.nn.GRU`.
-      bias: see `torch.nn.GRU`.
-      batch_first: see `torch.nn.GRU`.
-      dropout: see `torch.nn.GRU`.
-      bidirectional: see `torch.nn.GRU`.
-      proj_size: must be None: only an LSTM has a projection.
-      device: see `torch.nn.GRU`.
-      dtype: see `torch.nn.GRU`.
       norm: "rms" (RMSNorm) or "layer" (LayerNorm).
       epsilon: what is added to the variance.
       update_bias: what is added to the update gate before its activation.
-      precision: see `GRU`.
-      implementation: see `GRU`.
       num_blocks: must be 1, because the norm sees all units.
 
     Raises:
-      ValueError: see `GRU` and `torch.nn.GRU`; also if there is no such norm, or if there are several blocks.
-      TypeError: see `torch.nn.GRU`.
+      ValueError: the norm, the precision or the implementation is unknown, there are several blocks, or `torch.nn`
+        rejects an argument.
 
     Examples:
       >>> import torch

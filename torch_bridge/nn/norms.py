@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge import functional
+from torch_bridge.docstrings import inherit_descriptions
 from torch_bridge.functional.checks import Implementation, check_implementation, check_tensor
 from torch_bridge.nn.recurrent import Device
 
@@ -18,11 +19,12 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Args:
       normalized_shape: the shape of the trailing axes, or the width of the last one.
-      eps: see `torch.nn.RMSNorm`.
-      elementwise_affine: see `torch.nn.RMSNorm`.
-      device: see `torch.nn.RMSNorm`.
-      dtype: see `torch.nn.RMSNorm`.
-      implementation: see `torch_bridge.functional.rms_norm`.
+      eps: added to the mean square, inside the root; None means the machine epsilon of the dtype.
+      elementwise_affine: whether the result is multiplied by a parameter `weight`, of the shape `normalized_shape`.
+      device: the device of the parameters.
+      dtype: the dtype of the parameters.
+      implementation: "triton" (a kernel, which needs an NVIDIA GPU), "torch" (PyTorch operations), or None: the kernel
+        where it can run. A call raises NotImplementedError if the named one cannot run the input.
 
     Raises:
       ValueError: the implementation is unknown.
@@ -86,25 +88,18 @@ class RMSNorm(torch.nn.RMSNorm):
 
         Raises:
           ValueError: shapes or devices disagree, or a dtype is not floating point.
-          NotImplementedError: see `torch_bridge.functional.rms_norm`.
+          NotImplementedError: the named implementation cannot run this input; the message says why.
         """
         return _normalize(functional.rms_norm, self, x, residual, self.weight, None)
 
 
+@inherit_descriptions(RMSNorm)
 class LayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, fused with the sum of a residual connection.
 
     Args:
-      normalized_shape: the shape of the trailing axes, or the width of the last one.
-      eps: see `torch.nn.LayerNorm`.
-      elementwise_affine: see `torch.nn.LayerNorm`.
-      bias: see `torch.nn.LayerNorm`.
-      device: see `torch.nn.LayerNorm`.
-      dtype: see `torch.nn.LayerNorm`.
-      implementation: see `torch_bridge.functional.rms_norm`.
-
-    Raises:
-      ValueError: the implementation is unknown.
+      eps: added to the variance, inside the root.
+      bias: whether a parameter `bias` of that shape is added to the result, if `elementwise_affine`.
 
     Examples:
       >>> import torch
@@ -165,7 +160,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
         Raises:
           ValueError: shapes or devices disagree, or a dtype is not floating point.
-          NotImplementedError: see `torch_bridge.functional.layer_norm`.
+          NotImplementedError: the named implementation cannot run this input; the message says why.
         """
         return _normalize(functional.layer_norm, self, input, residual, self.weight, self.bias)
 

@@ -5,35 +5,21 @@ from __future__ import annotations
 import torch
 
 from torch_bridge.cells import CellSpec
+from torch_bridge.docstrings import inherit_descriptions
 from torch_bridge.functional import Implementation
 from torch_bridge.functional.rnn import cell_of
+from torch_bridge.nn.gru import GRU
 from torch_bridge.nn.recurrent import Device
 from torch_bridge.nn.single_state import SingleStateModule
 from torch_bridge.rnn_ops import Precision
 
 
+@inherit_descriptions(GRU)
 class RNN(SingleStateModule):
     """`torch.nn.RNN` with episode resets.
 
     Args:
-      input_size: D.
-      hidden_size: H. All arguments not listed here are those of `torch.nn.RNN`.
-      num_layers: see `torch.nn.RNN`.
-      nonlinearity: see `torch.nn.RNN`.
-      bias: see `torch.nn.RNN`.
-      batch_first: see `torch.nn.RNN`.
-      dropout: see `torch.nn.RNN`.
-      bidirectional: see `torch.nn.RNN`.
-      proj_size: must be None: only an LSTM has a projection.
-      device: see `torch.nn.RNN`.
-      dtype: see `torch.nn.RNN`.
-      precision: see `GRU`.
-      implementation: see `GRU`.
-      num_blocks: see `GRU`.
-
-    Raises:
-      ValueError: see `GRU` and `torch.nn.RNN`.
-      TypeError: see `torch.nn.RNN`.
+      nonlinearity: "tanh" or "relu".
 
     Examples:
       >>> import torch

@@ -69,15 +69,15 @@ class SingleStateModule(RecurrentModule):
             (`[..., B, T, H]`, `[..., T, H]`). It is differentiable.
 
         Returns:
-          `(output, h_n)`, see `torch.nn.GRU`, `[T, B, directions * H]` (`[B, T, ...]`, `[T, ...]`, packed) and
-          `[layers * directions, B, H]`, in the dtype of `hx`.
+          `(output, h_n)`, the hidden states of the last layer, `[T, B, directions * H]` (`[B, T, ...]`, `[T, ...]`,
+          packed), and the last states, `[layers * directions, B, H]`, in the dtype of `hx`.
 
         Raises:
           ValueError: resets, reset states or parameters have other shapes or dtypes, tensors are on several devices, or
-            lengths of a `PackedSequence` exceed the steps of its data; see also `torch.nn.GRU`.
-          RuntimeError: see `torch.nn.GRU`.
-          NotImplementedError: see `torch_bridge.functional.gru`; also for packed inputs with a reset state for every
-            step.
+            lengths of a `PackedSequence` exceed the steps of its data; also where `torch.nn` raises it.
+          RuntimeError: the width of the input or the shape of `hx` is wrong, or there are no steps.
+          NotImplementedError: the named implementation cannot run this input or its derivative, or inputs are packed
+            and there is a reset state for every step.
         """
         ys, (h_n,) = forward(self, self._cell, input, None if hx is None else (hx,), resets, (reset_state,))
         return ys, h_n
