@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrnn._bridge.primitive import bind, launch_shard_p
+from jaxrnn._bridge.primitive import bind_batched, launch_shard_p
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class LaunchKind:
     may_use_xla: bool = False
 
     def __repr__(self) -> str:  # as jaxprs print it
-        return f"{self.name}({', '.join(f'{x.name}={getattr(self, x.name)!r}' for x in dataclasses.fields(self))})"
+        return f"{self.name}({', '.join(f'{x.name}={getattr(self, x.name)}' for x in dataclasses.fields(self))})"
 
     def by_name(self, results: Sequence[Any]) -> dict[str, Any]:
         """Returns the results of a primitive by name."""
@@ -100,7 +100,7 @@ class LaunchKind:
                 x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
             return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if new_models else x
 
-        results = bind(self, {name: merge(name, x) for name, x in arrays.items()})
+        results = bind_batched(self, {name: merge(name, x) for name, x in arrays.items()})
         if new_models:
             # an array mapped over axis 0 has its models at axis 1
             models = next(x.shape[1 if axes.get(name) == 0 else 0] for name, x in arrays.items())

@@ -45,6 +45,10 @@ def _mesh_marker() -> Any:
 def bind(kind: LaunchKind, arrays: Mapping[str, Array | None]) -> dict[str, Array]:
     """Binds a launch to its arrays by name; those that are None are left out. Returns its outputs by name."""
     present = {name: x for name, x in arrays.items() if x is not None}
-    results = launch_p.bind(*present.values(), kind=kind, inputs=tuple(present), mesh_marker=_mesh_marker())
     # `shard_map` takes results of a primitive without a rule as equal on all devices; they vary as the inputs do
-    return kind.by_name(sharding.unify_varying_axes(results, present))
+    return sharding.unify_varying_axes(bind_batched(kind, present), present)
+
+
+def bind_batched(kind: LaunchKind, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Binds a launch to arrays that `vmap` has batched: the program that is batched already makes its results vary."""
+    return kind.by_name(launch_p.bind(*arrays.values(), kind=kind, inputs=tuple(arrays), mesh_marker=_mesh_marker()))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxrnn import cells
 from jaxrnn._bridge import availability, scan_launch
 from jaxrnn._bridge.launch_kind import LaunchKind, axes_of_sequences
-from jaxrnn._bridge.primitive import bind
+from jaxrnn._bridge.primitive import bind, bind_batched
 
 if TYPE_CHECKING:
     from jax import Array
@@ -188,7 +188,7 @@ class RecurrenceKind(LaunchKind):
                 return x.reshape(size, groups, *x.shape[3:])
             return x.reshape(size, groups, *x.shape[1:])
 
-        results = bind(self, {name: merge(name, x) for name, x in arrays.items()})
+        results = bind_batched(self, {name: merge(name, x) for name, x in arrays.items()})
         return {name: split(x) for name, x in results.items()}, 0
 
     def in_xla(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
