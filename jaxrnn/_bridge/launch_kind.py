@@ -53,7 +53,7 @@ class LaunchKind:
     may_use_xla: bool = False
 
     def __repr__(self) -> str:  # as jaxprs print it
-        return f"{self.name}({', '.join(f'{x.name}={getattr(self, x.name)}' for x in dataclasses.fields(self))})"
+        return f"{self.name}[{' '.join(f'{x.name}={getattr(self, x.name)}' for x in dataclasses.fields(self))}]"
 
     def by_name(self, results: Sequence[Any]) -> dict[str, Any]:
         """Returns the results of a primitive by name."""

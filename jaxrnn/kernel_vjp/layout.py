@@ -73,7 +73,7 @@ def run_canonical(
         kind = "stepped" if any(x.ndim > rank for x in given) else "fixed"
         canonical_reset_states = tuple(map(stepped if kind == "stepped" else state, given))
     of_kernels = KernelSpec(
-        **vars(spec),
+        **vars(spec) | {"time_major": True},
         hidden=hidden,
         operand_dtype=operand_dtype,
         reset_state=kind,

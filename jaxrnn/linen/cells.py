@@ -94,7 +94,7 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
         return super().initialize_carry(rng, input_shape)
 
     @staticmethod
-    def reason_of_formula(cell: Any) -> str | None:
+    def _reason_of_formula(cell: Any) -> str | None:
         """Returns why the formula of a cell, of Flax or of this module, is not that of `jaxrnn`, or None."""
         return modules.reason_to_scan_gates(cell)
 
@@ -136,7 +136,7 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
             self.check_given(layer, width, hidden)
             kernels.append(self.layer_param(layer, "kernel", kernel_init, (width, hidden)))
             if gate in biased:
-                biases.append(self.layer_param(layer, "bias", self.bias_init_of(gate), (hidden,)))
+                biases.append(self.layer_param(layer, "bias", self._bias_init_of(gate), (hidden,)))
 
         def joined(parts: list[Array]) -> Array:
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
@@ -144,7 +144,7 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
         return joined(kernels), joined(biases) if biases else None
 
     @nn.nowrap
-    def bias_init_of(self, gate: str) -> Initializer:
+    def _bias_init_of(self, gate: str) -> Initializer:
         """Returns the initializer of the biases of a gate."""
         return self.bias_init
 
@@ -329,12 +329,12 @@ class MGUCell(FusedCell[Array], nn.MGUCell):
         return MGUParams(w_ih, w_hh, b_ih, b_hn)
 
     @nn.nowrap
-    def bias_init_of(self, gate: str) -> Initializer:
+    def _bias_init_of(self, gate: str) -> Initializer:
         """Returns the initializer of the biases of a gate."""
         return self.forget_bias_init if gate == "f" else self.activation_bias_init
 
     @staticmethod
-    def reason_of_formula(cell: Any) -> str | None:
+    def _reason_of_formula(cell: Any) -> str | None:
         """Returns why the formula of a cell is not that of `jaxrnn.mgu`, or None."""
         return modules.reason_to_scan_gates(cell) or (None if cell.reset_gate else "an MGUCell with reset_gate=False")
 
@@ -377,7 +377,7 @@ class SimpleCell(FusedCell[Array], nn.SimpleCell):
         return SimpleParams(w_ih, w_hh, b)
 
     @staticmethod
-    def reason_of_formula(cell: Any) -> str | None:
+    def _reason_of_formula(cell: Any) -> str | None:
         """Returns why the formula of a cell is not that of `jaxrnn.simple_rnn`, or None."""
         if not modules.is_tanh(cell.activation_fn) and not modules.is_relu(cell.activation_fn):
             return "a cell whose activation_fn is neither tanh nor relu"
@@ -458,7 +458,7 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
         return NormGRUParams(w_ih, w_hh, b, scale_i, scale_h, shift_i, shift_h)
 
     @staticmethod
-    def reason_of_formula(cell: Any) -> None:
+    def _reason_of_formula(cell: Any) -> None:
         """Returns None: the activations of such a cell cannot be chosen."""
 
     @nn.nowrap
@@ -511,7 +511,7 @@ def reason_to_scan(cell: nn.RNNCellBase, arrays: Any = None) -> str | None:
     """Returns why `cell` has to run under `nn.scan` on carry and inputs `arrays`, or None if it can be fused."""
     if (fused := FUSED.get(type(cell))) is None:
         return modules.reason_to_scan_unlisted(cell, REPLACEMENTS)
-    return modules.reason_to_scan_options(cell, REPLACEMENTS, _defaults, arrays) or fused.reason_of_formula(cell)
+    return modules.reason_to_scan_options(cell, REPLACEMENTS, _defaults, arrays) or fused._reason_of_formula(cell)
 
 
 def _defaults(cls: Any) -> dict[str, Any]:

@@ -471,7 +471,7 @@ class SimpleRNN(FusedStack[ReturnsCarry]):
         """Raises ValueError unless the attributes describe a valid stack, NotImplementedError for an activation."""
         super().check(reverse)
         modules.check_function(self.caller(), "activation_fn", self.activation_fn)
-        if (reason := SimpleCell.reason_of_formula(self.make_cell(parent=None))) is not None:
+        if (reason := SimpleCell._reason_of_formula(self.make_cell(parent=None))) is not None:
             raise NotImplementedError(
                 f"{type(self).__name__}: a stack cannot run {reason}; use one RNN per layer instead"
             )
