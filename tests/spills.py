@@ -1,4 +1,4 @@
-"""What kernels spill, in `spills.json`, which the compile tests check and `--write-spills` writes.
+"""Bounds of what kernels spill: the compile tests check `spills.json`, and `--write-spills` writes it.
 
 The file has bytes of local memory per thread, by version of Triton, kind of kernel and compute capability. They are an
 upper bound for all kernels of the kind. A kind that the file does not name spills nothing.
@@ -21,7 +21,7 @@ PATH = Path(__file__).with_suffix(".json")
 
 Table = dict[str, dict[str, int]]
 
-# What the kernels of the running test spill: kind, capability, bytes.
+# The spills of the kernels of the running test: kind, capability, bytes.
 _measured: list[tuple[str, int, int]] = []
 
 
@@ -36,7 +36,7 @@ def kind_of(problem: Problem, config: KernelConfig) -> str:
 
 
 def exceed(kind: str, capability: int, found: int) -> bool:
-    """Whether the bytes that a kernel spills are more than the file has for its kind."""
+    """Returns whether a kernel spills more bytes than the file has for its kind."""
     from torch_bridge.tiling.support import triton_version
 
     _measured.append((kind, capability, found))

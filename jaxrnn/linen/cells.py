@@ -503,7 +503,7 @@ FUSED = REPLACEMENTS | {cell: cell for cell in CELL_TYPES.values()}
 
 
 def starts_from_zeros(cell: nn.RNNCellBase) -> bool:
-    """Whether `cell.initialize_carry` is known to return zeros."""
+    """Returns whether `cell.initialize_carry` is known to return zeros."""
     return modules.starts_from_zeros(cell, [nn.initializers.zeros], FUSED)
 
 

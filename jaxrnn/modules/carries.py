@@ -48,7 +48,7 @@ def default_carries(
 
 
 def starts_from_zeros(cell: Any, zeros: Sequence[Any], known: Iterable[type]) -> bool:
-    """Whether `cell.initialize_carry` is known to return zeros.
+    """Returns whether `cell.initialize_carry` is known to return zeros.
 
     Args:
       cell: a cell of Flax, of this package, or of the user, or a stack.

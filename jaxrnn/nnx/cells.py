@@ -94,8 +94,8 @@ class FusedCell(nnx.RNNCellBase, Generic[CarryT]):
     dtype: Dtype | None
     param_dtype: Dtype
 
-    # Of a cell of this class, or of the class of Flax that it replaces: the layers, and the parameters that it may have
-    # besides theirs.
+    # The layers that a cell of this class has, and one of the class of Flax that it replaces, and the parameters that
+    # either may have besides those of the layers.
     _layers: ClassVar[Layers] = DENSE
     _other_params: ClassVar[tuple[str, ...]] = ()
 
@@ -621,7 +621,7 @@ def check_widths(recurrence: modules.Recurrence, params: Any, carry: Carry, xs: 
 
 
 def starts_from_zeros(cell: Any) -> bool:
-    """Whether `cell.initialize_carry` is known to return zeros."""
+    """Returns whether `cell.initialize_carry` is known to return zeros."""
     return modules.starts_from_zeros(cell, [None, jax.nn.initializers.zeros], FUSED)
 
 
