@@ -156,9 +156,19 @@ def _too_many_columns(columns: int, _: Any) -> str | None:
 
 @functools.cache
 def _import_fails() -> str | None:
-    """Returns why importing the kernels fails although triton is installed, or None."""
+    """Returns why importing the kernels fails although triton is installed, or None.
+
+    Where JAX computes on a GPU, what a first kernel needs is begun: the build of the handler and the hash of Triton,
+    which take as long as the imports.
+    """
+    used = context.other_device() is None and on_gpu()
+    if used:
+        method.begin_choosing()
     try:
-        from torch_bridge import gpu  # noqa: F401
+        from torch_bridge import compiler, gpu  # noqa: F401
+
+        if used:
+            compiler.run_in_background(compiler.hash_triton)
     except (ImportError, AttributeError) as error:
         return f"needs Triton 3.6 or newer, but with the installed version its import fails ({error})"
     return None

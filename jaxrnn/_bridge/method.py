@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
 from typing import NamedTuple
 
 from jaxrnn._bridge import callback
 from jaxrnn._bridge.native import NativeLaunchError, NativeMethod, register
+from torch_bridge.locks import Lock
 
 VARIABLE = "JAXRNN_LAUNCH"
 Method = callback.CallbackMethod | NativeMethod
 _NATIVE = NativeMethod()
+_choosing = Lock()
 
 
 class LaunchMethod(NamedTuple):
@@ -64,7 +68,17 @@ def chosen() -> LaunchMethod:
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "callback", "native"):
         raise ValueError(f'{VARIABLE} must be "callback" or "native", got {value!r}: correct it, or unset it')
-    return LaunchMethod(value, f"the environment variable {VARIABLE} names it") if value else _choose()
+    if value:
+        return LaunchMethod(value, f"the environment variable {VARIABLE} names it")
+    with _choosing:
+        return _choose()
+
+
+def begin_choosing() -> None:
+    """Starts to build the handler in a thread, unless JAXRNN_LAUNCH names a method; `chosen` waits for it."""
+    if not os.environ.get(VARIABLE):
+        with contextlib.suppress(RuntimeError):  # no thread can be started: `chosen` builds it
+            threading.Thread(target=chosen, name="jaxrnn-build", daemon=False).start()
 
 
 @functools.cache

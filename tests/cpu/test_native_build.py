@@ -480,6 +480,28 @@ def test_packages_in_a_zip_become_a_callback(tmp_path):
     assert "name='callback'" in done.stdout and "install jaxrnn and jaxlib from their wheels" in done.stdout
 
 
+def test_a_build_that_was_begun_is_not_repeated(tmp_path, cache, library, compiler):
+    compiler(f'sleep 1; echo >> "{tmp_path}/runs"; cp "{library}" "$out"')
+    method.begin_choosing()
+    assert method.chosen().name == "native"
+    assert (tmp_path / "runs").read_text().count("\n") == 1
+
+
+def test_a_build_that_was_begun_and_fails_gives_its_reason_once(tmp_path, cache, compiler):
+    compiler(f'sleep 1; echo >> "{tmp_path}/runs"; exit 1')
+    method.begin_choosing()
+    assert method.chosen().name == "callback" and "returned 1" in method.chosen().reason
+    assert (tmp_path / "runs").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("named", ["callback", "neither"])
+def test_no_build_is_begun_where_a_method_is_named(named, cache, monkeypatch):
+    monkeypatch.setenv("JAXRNN_LAUNCH", named)
+    monkeypatch.setattr(method.threading, "Thread", None)
+    method.begin_choosing()
+    assert not cache.exists()
+
+
 def test_a_forked_process_does_not_wait_for_a_build_of_its_parent(tmp_path, cache, library, compiler):
     compiler(SLOW.format(folder=tmp_path, library=library))
     code = f"""
