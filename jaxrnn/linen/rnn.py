@@ -49,7 +49,7 @@ def run_cell(
     reset_carry: Carry | None = None,
     reverse: bool = False,
     time_major: bool = True,
-    return_carries: bool = False,
+    return_states: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation = None,
     scan_options: Mapping[str, Any] = SCAN_OPTIONS,
@@ -63,7 +63,7 @@ def run_cell(
     implementation = getattr(cell, "implementation", None) if implementation is None else implementation
     time_axis = 0 if time_major else xs.ndim - cell.num_feature_axes - 1
     if must_scan(reason_to_scan(cell, scan_options, (carry, xs)), precision, implementation, "nn.scan", caller):
-        return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options, caller)
+        return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_states, scan_options, caller)
     if type(cell) in cells.REPLACEMENTS:
         names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
         scope: Any = cell.scope  # shared, so that the parameters keep the path of Flax's cell
@@ -75,7 +75,7 @@ def run_cell(
         reset_state=reset_carry,
         reverse=reverse,
         time_major=time_major,
-        return_carries=return_carries,
+        return_states=return_states,
         precision=precision,
         implementation=implementation,
         caller=caller,
@@ -111,7 +111,7 @@ def scan_cell(
     resets: Array | None,
     reset_carry: Carry | None,
     reverse: bool,
-    return_carries: bool,
+    return_states: bool,
     scan_options: Mapping[str, Any],
     caller: Caller,
 ) -> tuple[Carry, Array, Carry | None]:
@@ -124,7 +124,7 @@ def scan_cell(
         x, *of_step = inputs
         carry, y = cell(loop.start(before, *of_step), x)
         carry = modules.like_before(carry, before)
-        return carry, (y, carry if return_carries else None)
+        return carry, (y, carry if return_states else None)
 
     carry, outputs = nn.scan(step, reverse=reverse, **scan_options)(cell, loop.carry, loop.inputs)
     ys, carries = jax.tree.map(lambda x: jnp.moveaxis(x, 0, time_axis), outputs)

@@ -44,7 +44,7 @@ def run_bidirectional(
     reset_carries: Sequence[Carry | None],
     *,
     time_axis: int,
-    return_carries: bool,
+    return_states: bool,
     **options: Any,
 ) -> list[Results]:
     """Runs a forward and a backward direction over the same `xs`.
@@ -56,14 +56,14 @@ def run_bidirectional(
     if forward != backward:  # the directions of one launch must have the same cell and dtypes
         return [
             run(one.cell, one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse,
-                return_carries=return_carries, **options)
+                return_states=return_states, **options)
             for one, reset, state, reverse in zip(layer, resets, reset_carries, (False, True), strict=True)
         ]  # fmt: skip
     if any(one is not None for one in resets):
         no_resets = jnp.zeros(xs.shape[:-1], bool)
         options["resets"] = tuple(no_resets if one is None else is_reset(one) for one in resets)
     options["reset_state"] = join_reset_carries(carry, reset_carries, time_axis)
-    return run_both(cells[0], params, carry, xs, return_carries=return_carries, **options)
+    return run_both(cells[0], params, carry, xs, return_states=return_states, **options)
 
 
 def run_layer(
@@ -95,7 +95,7 @@ def run_layer(
         reset_carries.append(state)
 
     # a forward loop runs past the end of short sequences, so it must return all carries; a backward loop ends at step 0
-    options |= {"time_major": time_major, "return_carries": return_carry and seq_lengths is not None and not reverse}
+    options |= {"time_major": time_major, "return_states": return_carry and seq_lengths is not None and not reverse}
     if len(layer) == 2:
         results = run_bidirectional(layer, xs, all_resets, reset_carries, time_axis=time_axis, **options)
     else:

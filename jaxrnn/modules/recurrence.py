@@ -43,19 +43,19 @@ def check_carry(cell: Recurrence, carry: Carry, caller: Caller) -> None:
 
 
 def run(
-    cell: Recurrence, params: Any, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any
+    cell: Recurrence, params: Any, carry: Carry, xs: Array, *, return_states: bool = False, **options: Any
 ) -> Results:
     """Runs the recurrence of a cell; returns `(carry, ys, carries of all steps or None)`."""
-    last, sequences = recurrent.run(_cell(cell), params, carry, xs, return_states=return_carries, **options)
-    return last, sequences[0], join_carry(sequences) if return_carries else None
+    last, sequences = recurrent.run(_cell(cell), params, carry, xs, return_states=return_states, **options)
+    return last, sequences[0], join_carry(sequences) if return_states else None
 
 
 def run_both(
-    cell: Recurrence, params: Any, carry: Any, xs: Array, *, return_carries: bool = False, **options: Any
+    cell: Recurrence, params: Any, carry: Any, xs: Array, *, return_states: bool = False, **options: Any
 ) -> list[Results]:
     """Runs two directions of the recurrence of a cell; returns the result of `run` for each."""
-    both = recurrent.run_bidirectional(_cell(cell), params, carry, xs, return_states=return_carries, **options)
-    return [(last, sequences[0], join_carry(sequences) if return_carries else None) for last, sequences in both]
+    both = recurrent.run_bidirectional(_cell(cell), params, carry, xs, return_states=return_states, **options)
+    return [(last, sequences[0], join_carry(sequences) if return_states else None) for last, sequences in both]
 
 
 def cast(params: Any, dtype: DTypeLike) -> Any:

@@ -46,7 +46,7 @@ def run_over_time(
 ) -> Array | tuple[Carry, Array]:
     """Runs a loop and does what `nn.RNN` does around it: handles lengths, the order of the outputs and the results.
 
-    The loop is `run(carry, inputs, resets=, reset_carry=, reverse=, return_carries=)`. It returns the same tuple as
+    The loop is `run(carry, inputs, resets=, reset_carry=, reverse=, return_states=)`. It returns the same tuple as
     `modules.run`. Messages name `caller`.
     """
     time_major, reverse, keep_order, return_carry = check_flags(
@@ -80,7 +80,7 @@ def run_over_time(
         resets=resets,
         reset_carry=reset_carry,
         reverse=reverse and not flip_inputs,
-        return_carries=return_carry and seq_lengths is not None,
+        return_states=return_carry and seq_lengths is not None,
     )
     in_order = not flip_inputs
     if reverse and keep_order != in_order:

@@ -215,7 +215,7 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
         reset_carry: Carry | None,
         reverse: bool,
         time_major: bool,
-        return_carries: bool,
+        return_states: bool,
         caller: Caller,
     ) -> tuple[Carry, Array, Carry | None]:
         """Runs the cell over time, fused if possible; returns `(carry, ys, carries of all steps or None)`."""
@@ -227,7 +227,7 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
             reason = "an RNN with non-default state_axes or broadcast_rngs"
         if must_scan(reason, precision, implementation, "nnx.scan", caller):
             time_axis = 0 if time_major else xs.ndim - self.cell.num_feature_axes - 1
-            return self.scan(carry, xs, time_axis, resets, reset_carry, reverse, return_carries, caller)
+            return self.scan(carry, xs, time_axis, resets, reset_carry, reverse, return_states, caller)
         return run_fused(
             self.cell,
             carry,
@@ -236,7 +236,7 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
             reset_state=reset_carry,
             reverse=reverse,
             time_major=time_major,
-            return_carries=return_carries,
+            return_states=return_states,
             precision=precision,
             implementation=implementation,
             caller=caller,
@@ -250,7 +250,7 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
         resets: Array | None,
         reset_carry: Carry | None,
         reverse: bool,
-        return_carries: bool,
+        return_states: bool,
         caller: Caller,
     ) -> tuple[Carry, Array, Carry | None]:
         """Runs any cell with `nnx.scan`; returns what `run` returns."""
@@ -267,7 +267,7 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
             x, *of_step = inputs
             carry, y = cell(loop.start(before, *of_step), x)
             carry = modules.like_before(carry, before)
-            return carry, (y, carry if return_carries else None)
+            return carry, (y, carry if return_states else None)
 
         carry, outputs = run(self.cell, loop.carry, loop.inputs)
         ys, carries = jax.tree.map(lambda x: jnp.moveaxis(x, 0, time_axis), outputs)
