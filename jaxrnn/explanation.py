@@ -79,8 +79,8 @@ def explain(
     arrays = [x for x in leaves if _is_array(x)]
 
     def call(arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        args, kwargs = jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])
+        traced = iter(arrays)
+        args, kwargs = jax.tree.unflatten(tree, [next(traced) if _is_array(x) else x for x in leaves])
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -103,8 +103,8 @@ def explain(
         floats = [x for x in arrays if _is_floating(x)]
 
         def outputs(floats: list[Any]) -> list[Any]:
-            given = iter(floats)
-            results = call([next(given) if _is_floating(x) else x for x in arrays])
+            traced = iter(floats)
+            results = call([next(traced) if _is_floating(x) else x for x in arrays])
             return [x for x in _arrays_of(results) if _is_floating(x)]
 
         results, pull = jax.vjp(outputs, floats)
@@ -124,11 +124,11 @@ def _trace(function: Callable[..., Any], arrays: list[Any], profile: Device | No
         jaxpr = jax.make_jaxpr(function)(arrays)
         choices: list[Choice] = listener.choices
         device = _bridge.chosen_device() if any(choice.implementation == "triton" for choice in choices) else None
-        found: dict[str, list[LaunchRecord]] = {}
+        launches: dict[str, list[LaunchRecord]] = {}
         for name, record in _bridge.find_launches(jaxpr.jaxpr, device, prefix=MARK):
-            found.setdefault(name, []).extend([] if record is None else [record])
+            launches.setdefault(name, []).extend([] if record is None else [record])
     marked = [(choice, f"{MARK}{choice.index}") for choice in choices if choice.marked]
-    calls = [_explain_call(choice, found[name]) for choice, name in marked if name in found]
+    calls = [_explain_call(choice, launches[name]) for choice, name in marked if name in launches]
     calls += dict.fromkeys(_explain_call(choice, []) for choice in choices if not choice.marked)
     return Explanation(None if device is None else device.name or "Triton's interpreter", tuple(calls))
 

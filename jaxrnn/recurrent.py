@@ -160,18 +160,18 @@ def _run(spec: RecurrenceSpec, call: Call, implementation: Implementation, calle
       both directions a pair of these.
     """
     call = jax.tree.map(jnp.asarray, call)
-    both, cell = spec.reverse == "bidirectional", spec.cell
-    if has_blocks(call.params[0] if both else call.params):
+    bidirectional, cell = spec.reverse == "bidirectional", spec.cell
+    if has_blocks(call.params[0] if bidirectional else call.params):
         return run_blocks(cell, lambda block: _run(spec, block, implementation, caller), call)
     if cell.prepare is not None:
         prepare = functools.partial(_prepare, cell)
-        call = call._replace(params=tuple(map(prepare, call.params)) if both else prepare(call.params))
+        call = call._replace(params=tuple(map(prepare, call.params)) if bidirectional else prepare(call.params))
     choice = _choose(spec, call, implementation, caller)
 
     def compute(call: Call) -> Any:
         if choice.implementation == "triton":
             return kernel_vjp.run_kernels(dataclasses.replace(spec, may_use_xla=choice.may_use_xla), call)
-        return tuple(map(_xla, spec.directions(), call.directions())) if both else _xla(spec, call)
+        return tuple(map(_xla, spec.directions(), call.directions())) if bidirectional else _xla(spec, call)
 
     # `mark` makes the call visible to `jaxrnn.explain`, and else returns `compute`
     return choice.mark(compute)(call)
@@ -199,8 +199,8 @@ def _xla(spec: RecurrenceSpec, call: Call) -> Any:
 
 def _choose(spec: RecurrenceSpec, call: Call, implementation: Implementation, caller: Caller) -> Choice:
     """Chooses the implementation of a recurrence; errors are those of `choose`."""
-    both = spec.reverse == "bidirectional"
-    states, params = (call.states[0], call.params[0]) if both else (call.states, call.params)
+    bidirectional = spec.reverse == "bidirectional"
+    states, params = (call.states[0], call.params[0]) if bidirectional else (call.states, call.params)
     xs, precision = call.xs, spec.precision
     steps, hidden = xs.shape[0 if spec.time_major else -2], states[-1].shape[-1]
 
@@ -221,7 +221,7 @@ def _choose(spec: RecurrenceSpec, call: Call, implementation: Implementation, ca
         return "XLA is faster for a single step" if steps == 1 else "there is no step, or a symbolic number of steps"
 
     def arguments() -> str:
-        return f"{describe_arrays(xs=xs)}, {hidden} units" + (", both directions" if both else "")
+        return f"{describe_arrays(xs=xs)}, {hidden} units" + (", both directions" if bidirectional else "")
 
     return choose(
         spec.cell.name, arguments, implementation, prefer_xla=prefer_xla, unsupported=unsupported,

@@ -102,11 +102,11 @@ def record(
     name: str, arguments: str, implementation: Implementation, reason: str, unavailable: str | None = None
 ) -> None:  # fmt: skip
     """Adds a call to the listener, to which launches belong until `end`; without a listener, logs the choice once."""
-    if (found := listener()) is None:
+    if (active := listener()) is None:
         _log_once(describe_choice(name, arguments, implementation, reason))
         return
-    found.current = Call(name, arguments, implementation, reason, unavailable)
-    found.calls.append(found.current)
+    active.current = Call(name, arguments, implementation, reason, unavailable)
+    active.calls.append(active.current)
 
 
 def end() -> None:

@@ -71,7 +71,7 @@ def explain(
                     "values, such as item() or a condition, cannot be explained."
                 )
             raise
-        has_backward = any(one.direction == "backward" for call in listener.calls for one in call.launches)
+        has_backward = any(launch.direction == "backward" for call in listener.calls for launch in call.launches)
         outputs = [x for x in _tensors_of(results) if x.requires_grad]
         if gradients and not outputs:
             raise ValueError("gradients=True needs a result that requires a gradient, and none does")
@@ -90,9 +90,9 @@ def explain(
                 raise
     calls = [
         CallExplanation(
-            one.name, one.arguments, one.implementation, one.reason, one.unavailable, merge_launches(one.launches)
+            call.name, call.arguments, call.implementation, call.reason, call.unavailable, merge_launches(call.launches)
         )
-        for one in listener.calls
+        for call in listener.calls
     ]
     gpu = listener.device
     return Explanation(None if gpu is None else gpu.name or "Triton's interpreter", tuple(calls))

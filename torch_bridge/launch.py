@@ -195,8 +195,10 @@ class Launch:
         options of the compiler.
         """
         pointers = [name for name in function.arg_names if name.endswith("_ptr")]
-        given = {name: dtypes[name.removesuffix("_ptr")] for name in pointers if name.removesuffix("_ptr") in dtypes}
-        values = {**constants, **dict.fromkeys(set(pointers) - set(given))}
+        array_dtypes = {
+            name: dtypes[name.removesuffix("_ptr")] for name in pointers if name.removesuffix("_ptr") in dtypes
+        }
+        values = {**constants, **dict.fromkeys(set(pointers) - set(array_dtypes))}
         if "EARLY" in function.arg_names:  # a kernel that lets the next one start early, or waits for the previous one
             values.setdefault("EARLY", self.allows_early_start)
         options |= {"num_warps": num_warps, "maxnreg": compiler.max_registers(num_warps, side_by_side)}
@@ -205,7 +207,7 @@ class Launch:
             KernelCall(
                 function,
                 tuple((name, values[name]) for name in function.arg_names if name in values),
-                tuple((name.removesuffix("_ptr"), dtype) for name, dtype in given.items()),
+                tuple((name.removesuffix("_ptr"), dtype) for name, dtype in array_dtypes.items()),
                 tuple((name, value) for name, value in scalars.items() if name in function.arg_names),
                 tuple(options.items()),
                 grid,

@@ -62,15 +62,15 @@ def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int |
 
     if ordinal is None:
         return make(problem, tiling.Device(interpreted=True))
-    made = make(problem, gpu.device(ordinal))
+    launch = make(problem, gpu.device(ordinal))
     # the kernels may be loaded already: by a launch of another shape, or of this shape if a cache has dropped it since
-    if torch.cuda.is_current_stream_capturing() and not made.is_loaded(ordinal):
+    if torch.cuda.is_current_stream_capturing() and not launch.is_loaded(ordinal):
         raise RuntimeError(
             "a kernel is not loaded yet, and none can be loaded during CUDA graph capture: before the capture, call "
             f"the captured code once with tensors of the same shapes and dtypes ({problem})"
         )
-    made.load(ordinal)
-    return made
+    launch.load(ordinal)
+    return launch
 
 
 def run(launch: Any, tensors: Mapping[str, Tensor], ordinal: int | None) -> None:

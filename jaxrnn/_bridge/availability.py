@@ -221,14 +221,14 @@ def profile(name: str) -> Any:
     """
     from torch_bridge import tiling
 
-    found = tiling.profile(name)
-    with context.listening(found):  # nothing is launched, so PyTorch is not needed
+    gpu = tiling.profile(name)
+    with context.listening(gpu):  # nothing is launched, so PyTorch is not needed
         reason = _not_installed() or _too_old()
     if reason:
         raise NotImplementedError(
-            f"to choose kernels for {found.name}, the Triton implementation {reason}, or leave out device"
+            f"to choose kernels for {gpu.name}, the Triton implementation {reason}, or leave out device"
         )
-    return found
+    return gpu
 
 
 def cuda_device() -> tuple[Any, Sequence[int]]:

@@ -60,36 +60,36 @@ def run_partitioned(kind: LaunchKind, slot: PartitionedCallback | None, arrays: 
 
     def rule(_: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
         axes = axes_of(operands, results)
-        arrays = [" ".join(each) for each in axes]
-        in_order = dict.fromkeys(axis for each in axes for axis in each)
+        arrays = [" ".join(dims) for dims in axes]
+        in_order = dict.fromkeys(axis for dims in axes for axis in dims)
         replicated = tuple(axis for axis in in_order if not kind.is_shardable(axis))
         text = f"{', '.join(arrays[: len(inputs)])} -> {', '.join(arrays[len(inputs) :])}"
         return text, {"need_replication_factors": replicated}
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         axes = axes_of(operands, results)
-        given = [
-            {axis: at for axis, at in zip(each, x.sharding.spec, strict=False) if kind.is_shardable(axis)}
-            for each, x in zip(axes, (*operands, *results), strict=True)
+        placements = [
+            {axis: at for axis, at in zip(dims, x.sharding.spec, strict=False) if kind.is_shardable(axis)}
+            for dims, x in zip(axes, (*operands, *results), strict=True)
         ]
         # the shardings agree, except that some arrays may be replicated
-        shared = max(given, key=lambda each: _num_shards(mesh, *each.values()))
+        shared = max(placements, key=lambda axes: _num_shards(mesh, *axes.values()))
         if getattr(kind, "reverse", None) == "bidirectional" and operands[0].shape[0] % (
             2 * _num_shards(mesh, shared.get("models"))
         ):
             shared["models"] = None  # the parity of a model's index on its device decides its direction
         lengths = {
             axis: length
-            for each, x in zip(axes, (*operands, *results), strict=True)
-            for axis, length in zip(each, x.shape, strict=True)
+            for dims, x in zip(axes, (*operands, *results), strict=True)
+            for axis, length in zip(dims, x.shape, strict=True)
         }
         for axis in shared:
-            added_up = any(axis not in each for each in axes[len(inputs) :])
+            added_up = any(axis not in dims for dims in axes[len(inputs) :])
             if added_up and lengths[axis] % _num_shards(mesh, shared[axis]):
                 shared[axis] = None  # XLA pads the last shard with arbitrary values, which a sum would include
-        shardings = [NamedSharding(mesh, PartitionSpec(*map(shared.get, each))) for each in axes]
+        shardings = [NamedSharding(mesh, PartitionSpec(*map(shared.get, dims))) for dims in axes]
         # the mesh axes over which each result must be summed
-        sums = [_mesh_axes(*(at for axis, at in shared.items() if axis not in each)) for each in axes[len(inputs) :]]
+        sums = [_mesh_axes(*(at for axis, at in shared.items() if axis not in dims)) for dims in axes[len(inputs) :]]
         return (
             mesh,
             functools.partial(local, slot, sums),

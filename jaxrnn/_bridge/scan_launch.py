@@ -138,12 +138,12 @@ def _scan(step: Callable[..., Any], carry: Any, xs: Any, steps: int, *, reverse:
         return carry, jax.tree.map(functools.partial(_update, start=start), stacked, *results)
 
     count = _STEPS_PER_ITERATION
-    iterations, rest = divmod(steps, count)
+    iterations, remainder = divmod(steps, count)
     state = (carry, stacked)
     if iterations:  # `fori_loop` traces its body even for no iterations, and a shorter array has no such slice
         first, stride = (steps - count, -count) if reverse else (0, count)
         state = jax.lax.fori_loop(0, iterations, lambda i, state: run_steps(first + i * stride, count, *state), state)
-    return run_steps(0 if reverse else iterations * count, rest, *state) if rest else state
+    return run_steps(0 if reverse else iterations * count, remainder, *state) if remainder else state
 
 
 def _slice(x: Array, *, start: Any, count: int) -> Array:

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def read_arrays(source: str, given: Mapping[str, Any], names: Collection[str], whole: Any = ...) -> dict[str, Array]:
+def read_arrays(source: str, arrays: Mapping[str, Any], names: Collection[str], whole: Any = ...) -> dict[str, Array]:
     """Returns the arrays called `names`; raises ValueError if one is missing.
 
-    The message describes `whole`, which is what the user passed; by default that is `given`.
+    The message describes `whole`, which is what the user passed; by default that is `arrays`.
     """
-    missing = [name for name in names if name not in given]
+    missing = [name for name in names if name not in arrays]
     if missing:
-        whole = given if whole is ... else whole
+        whole = arrays if whole is ... else whole
         raise ValueError(f"{source}: no {', '.join(missing)} in {describe(whole)}{remedy_for(source, whole)}")
-    return {name: read_array(source, name, given[name]) for name in names}
+    return {name: read_array(source, name, arrays[name]) for name in names}
 
 
 def read_array(source: str, name: str, x: Any) -> Array:

@@ -135,14 +135,14 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
       True
     """
     layout = check_params("to_nnx", params, framework="nnx")
-    given = None if isinstance(cell, str) else _tree("to_nnx", cell)
-    if given is None or not _has_blocks(given):
+    entries = None if isinstance(cell, str) else _tree("to_nnx", cell)
+    if entries is None or not _has_blocks(entries):
         params = without_blocks(params)
-    unfused = cell == UNFUSED_CLASS if given is None else _is_unfused(given)
-    if (given is None and cell not in layout.nnx) or (unfused and layout is not UNFUSED):
-        got = repr(cell) if given is None else f"a {type(cell).__name__} with {describe(given)}"
+    unfused = cell == UNFUSED_CLASS if entries is None else _is_unfused(entries)
+    if (entries is None and cell not in layout.nnx) or (unfused and layout is not UNFUSED):
+        got = repr(cell) if entries is None else f"a {type(cell).__name__} with {describe(entries)}"
         raise ValueError(f"to_nnx: {type(params).__name__} are for {alternatives(layout.nnx)}, got {got}")
-    if given is not None:
+    if entries is not None:
         _check_formula("to_nnx", cell, layout)
     tree: dict[str, Any]
     if unfused:
@@ -150,22 +150,22 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
     else:
         tree = {"dense_i": {"kernel": params.w_ih}, "dense_h": {"kernel": params.w_hh}}
         tree[f"dense_{layout.biased_operand}"]["bias"] = biases_of(layout, params)[0]
-        _add_recurrent_bias(tree, layout, params, {} if given is None else given)
-    if given is not None:
-        _check_fits(tree, given)
+        _add_recurrent_bias(tree, layout, params, {} if entries is None else entries)
+    if entries is not None:
+        _check_fits(tree, entries)
     return tree
 
 
-def _add_recurrent_bias(tree: dict[str, Any], layout: Layout, params: Params, given: dict[str, Any]) -> None:
-    """Adds the bias of the hidden product if `given` has one.
+def _add_recurrent_bias(tree: dict[str, Any], layout: Layout, params: Params, entries: dict[str, Any]) -> None:
+    """Adds the bias of the hidden product if `entries` has one.
 
     Raises:
       ValueError: it has none, and b_hn is not known to be zero.
     """
     b_hn = biases_of(layout, params)[1]
-    if b_hn is not None and "hn_bias" in given:
+    if b_hn is not None and "hn_bias" in entries:
         tree["hn_bias"] = b_hn
-    elif layout.biased_operand == "i" and given.get("dense_h", {}).get("bias") is not None:
+    elif layout.biased_operand == "i" and entries.get("dense_h", {}).get("bias") is not None:
         tree["dense_h"]["bias"] = two_biases(layout, params)[1]
     elif isinstance(b_hn, jax.core.Tracer):
         raise ValueError("to_nnx: Flax's NNX GRUCell has no b_hn, and inside jit b_hn cannot be checked to be zero")
@@ -235,15 +235,15 @@ def _described(cell: Any, entries: Mapping[str, Any]) -> str:
     return f"{describe(cell) if named else f'a {type(cell).__name__} with {describe(entries)}'}{remedy}"
 
 
-def _check_fits(tree: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raises ValueError unless the cell `given` has the weights in `tree`, in these shapes, and no others."""
+def _check_fits(tree: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Raises ValueError unless a cell with these entries has the weights in `tree`, in these shapes, and no others."""
 
     def shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layers = {name: entry if isinstance(entry, Mapping) else {"": entry} for name, entry in tree.items()}
         named = {f"{name}.{part}".rstrip("."): x for name, entry in layers.items() for part, x in entry.items()}
         return {name: tuple(x.shape) for name, x in named.items()}
 
-    ours, theirs = shapes(tree), shapes(given)
+    ours, theirs = shapes(tree), shapes(entries)
     if ours != theirs:
         names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         differ = ", ".join(f"{name} is {theirs.get(name)} there, {ours.get(name)} here" for name in names)

@@ -60,7 +60,7 @@ def in_chunks(
     steps = jax.tree.leaves(sequences)[0].shape[1]
     if size == steps:
         return run(carry, sequences, 0)
-    full, rest = divmod(steps, size)
+    full, remainder = divmod(steps, size)
     # trailing axes are flattened: for a batch axis of size one, XLA may choose either of two layouts, and would copy
     # the inputs of the loop
     flat = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), sequences)
@@ -84,12 +84,12 @@ def in_chunks(
         joined = jax.tree.map(lambda x, p: jax.lax.dynamic_update_slice_in_dim(x, p, start, axis=1), joined, parts)
         return carry, jax.tree.map(jnp.add, sums, terms), joined
 
-    if rest:  # runs before the loop: XLA would copy the arrays of the loop to write another chunk after it
-        loop_state = chunk(loop_state, full * size if last_first else 0, rest)
+    if remainder:  # runs before the loop: XLA would copy the arrays of the loop to write another chunk after it
+        loop_state = chunk(loop_state, full * size if last_first else 0, remainder)
 
     def next_chunk(k: Any, loop_state: Any) -> Any:
         # computed from the loop's counter: only then does XLA pass slices to a launch without copying them
-        start = (full - 1 - k) * size if last_first else rest + k * size
+        start = (full - 1 - k) * size if last_first else remainder + k * size
         return chunk(loop_state, start, size)
 
     return jax.lax.fori_loop(0, full, next_chunk, loop_state)

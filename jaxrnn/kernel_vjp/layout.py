@@ -45,14 +45,14 @@ def run_canonical(
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
     # the axis of the one group, or of the one sequence per group, is expanded and squeezed: a reshape would lose the
     # sharding of a size-1 axis that `vmap` maps over
-    one, one_stepped = (0, 0) if time_major else (1, 2)
+    unit_axis, unit_axis_of_steps = (0, 0) if time_major else (1, 2)
 
     def sequence(x: Array) -> Array:
-        return jnp.expand_dims(_merge_axes(x, int(time_major), len(batch)), one_stepped)
+        return jnp.expand_dims(_merge_axes(x, int(time_major), len(batch)), unit_axis_of_steps)
 
     def state(x: Array) -> Array:
         x = jnp.broadcast_to(x, (*batch, x.shape[-1]))
-        return jnp.expand_dims(_merge_axes(x, 0, len(batch)), one)
+        return jnp.expand_dims(_merge_axes(x, 0, len(batch)), unit_axis)
 
     def stepped(x: Array) -> Array:
         if x.ndim <= rank:
@@ -66,12 +66,12 @@ def run_canonical(
     kind, canonical_reset_states = "zeros", None
     if any(x is not None for x in reset_states):
         # cast to the kernel's dtype before broadcasting, so that the gradient is summed in that dtype
-        given = [
+        arrays = [
             sharding.unify_varying_axes(jnp.zeros((hidden,), dtype), states) if x is None else x.astype(dtype)
             for x, dtype in zip(reset_states, dtypes, strict=True)
         ]
-        kind = "stepped" if any(x.ndim > rank for x in given) else "fixed"
-        canonical_reset_states = tuple(map(stepped if kind == "stepped" else state, given))
+        kind = "stepped" if any(x.ndim > rank for x in arrays) else "fixed"
+        canonical_reset_states = tuple(map(stepped if kind == "stepped" else state, arrays))
     of_kernels = KernelSpec(
         **vars(spec) | {"time_major": True},
         hidden=hidden,
@@ -86,10 +86,13 @@ def run_canonical(
     )  # fmt: skip
     last, sequences = recurrence(of_kernels, canonical)
     return (
-        tuple(_split_axis(x.squeeze(one), 0, batch).astype(given.dtype) for x, given in zip(last, states, strict=True)),
         tuple(
-            _split_axis(sequences[name].squeeze(one_stepped), int(time_major), batch).astype(given.dtype)
-            for name, given in zip(spec.cell.states, states, strict=True)
+            _split_axis(x.squeeze(unit_axis), 0, batch).astype(initial.dtype)
+            for x, initial in zip(last, states, strict=True)
+        ),
+        tuple(
+            _split_axis(sequences[name].squeeze(unit_axis_of_steps), int(time_major), batch).astype(initial.dtype)
+            for name, initial in zip(spec.cell.states, states, strict=True)
             if name in spec.returned
         ),
     )

@@ -26,8 +26,8 @@ def run_kernels(spec: RecurrenceSpec, call: Call) -> Any:
       The last states, and the states named in `spec.returned` of every step, each in the dtype of its initial state;
       for both directions a pair of these.
     """
-    both = spec.reverse == "bidirectional"
-    on_device = functools.partial(_run_both_directions if both else _run_on_device, spec)
+    bidirectional = spec.reverse == "bidirectional"
+    on_device = functools.partial(_run_both_directions if bidirectional else _run_on_device, spec)
     call = _bridge.reverse_mode_only(call)
     check_only_batch_axes_sharded(call.xs, spec.time_major)
     batch = batch_spec(call.xs, spec.time_major)
@@ -35,7 +35,7 @@ def run_kernels(spec: RecurrenceSpec, call: Call) -> Any:
         return on_device(sharding.replicate(call))
     specs, state, sequence = partition_specs(batch, spec.time_major, call)
     results: Any = tuple(state for _ in spec.cell.states), tuple(sequence for _ in spec.returned)
-    results = (results, results) if both else results
+    results = (results, results) if bidirectional else results
     return sharding.shard_over_mesh(on_device, jax.typeof(call.xs).sharding.mesh, (specs,), results, (call,))
 
 

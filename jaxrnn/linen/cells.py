@@ -466,11 +466,11 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
         """Returns scale and bias of the norm for the inputs or for the state. Raises ValueError for another norm's."""
         self.check_given(name, features, features)
         wanted = ["scale", "bias"] if self.norm == "layer" else ["scale"]
-        given = sorted(self.get_variable("params", name), reverse=True) if self.has_variable("params", name) else wanted
-        if given != wanted:
+        names = sorted(self.get_variable("params", name), reverse=True) if self.has_variable("params", name) else wanted
+        if names != wanted:
             raise ValueError(
                 f"{modules.caller_of(self)('norm')} must be that of the given parameters, whose {name} has "
-                f'{", ".join(given)}, got "{self.norm}"; "rms" has a scale, and "layer" has a scale and a bias'
+                f'{", ".join(names)}, got "{self.norm}"; "rms" has a scale, and "layer" has a scale and a bias'
             )
         scale = self.layer_param(name, "scale", nn.initializers.ones, (features,))
         if self.norm == "rms":

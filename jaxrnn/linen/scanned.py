@@ -238,12 +238,12 @@ class ScannedRNN(nn.Module):
 
     def _check_name(self, name: str, cell: Any) -> None:
         """Raises ValueError if the given parameters belong to another cell or have another name."""
-        given = self.variables.get("params", {})
-        if given and name not in given and not self.is_mutable_collection("params"):
-            first = next(iter(given))
+        params = self.variables.get("params", {})
+        if params and name not in params and not self.is_mutable_collection("params"):
+            first = next(iter(params))
             cell_type = "" if first.rpartition("_")[0] == cell.__name__ else "cell_type to their cell, and "
             raise ValueError(
-                f"{type(self).__name__}: the given parameters must be under {name}, got {', '.join(given)}; to load "
+                f"{type(self).__name__}: the given parameters must be under {name}, got {', '.join(params)}; to load "
                 f'them, set {cell_type}`cell_name: str | None = "{first}"` in a subclass of this class'
             )
 

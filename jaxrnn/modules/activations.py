@@ -37,12 +37,12 @@ def is_relu(function: Any) -> bool:
 
 def _is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
     """Whether an activation is one of the known functions, or a copy that `copy.deepcopy` of a module made of one."""
-    if any(function is one for one in known):
+    if any(function is activation for activation in known):
         return True
     jitted: Any = type(jax.nn.sigmoid)  # `copy.deepcopy` copies jitted functions, but returns plain functions unchanged
     if type(function) is not jitted or (program := _scalar_jaxpr(function)) is None:
         return False
-    return program in [_scalar_jaxpr(one) for one in known if type(one) is jitted]
+    return program in [_scalar_jaxpr(activation) for activation in known if type(activation) is jitted]
 
 
 @functools.lru_cache(maxsize=256)

@@ -52,16 +52,16 @@ def run_bidirectional(
     Arguments with one element per direction have the order forward, backward. Returns the result of `run` for each.
     """
     cells, params, carry, _ = zip(*layer, strict=True)
-    forward, backward = zip(cells, (jax.tree.map(jnp.result_type, one) for one in carry), strict=True)
+    forward, backward = zip(cells, (jax.tree.map(jnp.result_type, state) for state in carry), strict=True)
     if forward != backward:  # the directions of one launch must have the same cell and dtypes
         return [
-            run(one.cell, one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse,
+            run(direction.cell, direction.params, direction.carry, xs, resets=reset, reset_state=state, reverse=reverse,
                 return_states=return_states, **options)
-            for one, reset, state, reverse in zip(layer, resets, reset_carries, (False, True), strict=True)
+            for direction, reset, state, reverse in zip(layer, resets, reset_carries, (False, True), strict=True)
         ]  # fmt: skip
-    if any(one is not None for one in resets):
+    if any(reset is not None for reset in resets):
         no_resets = jnp.zeros(xs.shape[:-1], bool)
-        options["resets"] = tuple(no_resets if one is None else is_reset(one) for one in resets)
+        options["resets"] = tuple(no_resets if reset is None else is_reset(reset) for reset in resets)
     options["reset_state"] = join_reset_carries(carry, reset_carries, time_axis)
     return run_both(cells[0], params, carry, xs, return_states=return_states, **options)
 
@@ -85,12 +85,12 @@ def run_layer(
     time_axis = 0 if time_major else xs.ndim - 2
     backward = [reverse] if len(layer) == 1 else [False, True]
     all_resets, reset_carries = [], []
-    for one, is_backward in zip(layer, backward, strict=True):
-        reset, state = resets, None if resets is None else one.reset_carry
+    for direction, is_backward in zip(layer, backward, strict=True):
+        reset, state = resets, None if resets is None else direction.reset_carry
         if is_backward and reset is not None and not reverse:
             reset = resets_of_reversed(reset, seq_lengths, time_axis)
         if is_backward and seq_lengths is not None:
-            reset, state = add_reset_at_end(reset, state, one.carry, seq_lengths, xs, time_axis)
+            reset, state = add_reset_at_end(reset, state, direction.carry, seq_lengths, xs, time_axis)
         all_resets.append(reset)
         reset_carries.append(state)
 
@@ -99,15 +99,16 @@ def run_layer(
     if len(layer) == 2:
         results = run_bidirectional(layer, xs, all_resets, reset_carries, time_axis=time_axis, **options)
     else:
-        (one,), (reset,), (state,) = layer, all_resets, reset_carries
+        (direction,), (reset,), (state,) = layer, all_resets, reset_carries
         results = [
-            run(one.cell, one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse, **options)
-        ]
+            run(direction.cell, direction.params, direction.carry, xs, resets=reset, reset_state=state,
+                reverse=reverse, **options)
+        ]  # fmt: skip
 
     carries = []
-    for one, (last, _, every), is_backward in zip(layer, results, backward, strict=True):
+    for direction, (last, _, every), is_backward in zip(layer, results, backward, strict=True):
         if return_carry and seq_lengths is not None and not is_backward:
-            last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), one.carry, every)
+            last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), direction.carry, every)
         carries.append(last)
     outputs = [ys for _, ys, _ in results]
     return tuple(carries), outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=-1)

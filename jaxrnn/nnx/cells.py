@@ -115,13 +115,13 @@ class FusedCell(nnx.RNNCellBase, Generic[CarryT]):
         if "rngs" in options:
             modules.check_rngs(caller, options["rngs"])
         modules.check_num_blocks(caller, num_blocks, hidden_features)
-        given: Any = options
+        init_options: Any = options
         if num_blocks > 1:
-            init = given.get("recurrent_kernel_init")
+            init = init_options.get("recurrent_kernel_init")
             if init is None:
                 init = inspect.signature(super().__init__).parameters["recurrent_kernel_init"].default
-            given["recurrent_kernel_init"] = block_initializer(init, num_blocks)
-        super().__init__(in_features, hidden_features, **given)  # type: ignore[call-arg]
+            init_options["recurrent_kernel_init"] = block_initializer(init, num_blocks)
+        super().__init__(in_features, hidden_features, **init_options)  # type: ignore[call-arg]
         self.precision = precision
         self.implementation = implementation
         self.num_blocks = num_blocks
@@ -370,14 +370,14 @@ class SimpleCell(FusedCell[Array], nnx.SimpleCell):
         num_blocks: int = 1,
         **options: Unpack[SimpleCellOptions],
     ) -> None:
-        given: Any = options  # other options than those of cells with gates
+        cell_options: Any = options  # other options than those of cells with gates
         super().__init__(
             in_features,
             hidden_features,
             precision=precision,
             implementation=implementation,
             num_blocks=num_blocks,
-            **given,
+            **cell_options,
         )
 
     @staticmethod

@@ -51,7 +51,7 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
         most = min(shared, key=lambda way: way[0])[1].estimated_us(problem, device)
         fast = [way for way in registers if way[1].estimated_us(problem, device) <= most]
         slow = [way for way in registers if way not in fast]
-    found = [
+    configs = [
         *(config for cost, config in few if not cost),
         *resident,
         *single_program_configs(problem, device),
@@ -59,12 +59,12 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
         *_by_cost([*shared, *(way for way in few if way[0])]),
         *_by_cost(slow),
     ]
-    if not found:
+    if not configs:
         raise UnsupportedError(
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "
             f'can share (at most {max_hidden(device)}); pass implementation="xla"'
         )
-    return found
+    return configs
 
 
 def _by_cost(ways: Sequence[tuple[float, KernelConfig]]) -> list[KernelConfig]:

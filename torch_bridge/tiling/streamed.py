@@ -163,13 +163,13 @@ class SharedStreamed(SharedUnits):
         forward, cell = problem.direction == "fwd", CELLS[problem.cell]
         rows = 2 * problem.groups * problem.batch
         exchange = rows * problem.hidden * (1 if forward else cell.gates)
-        found = [("exchange", exchange, problem.operand_dtype, False)]
+        arrays = [("exchange", exchange, problem.operand_dtype, False)]
         if problem.norm_width:
             parts = (2 if forward and cell.norm == "layer" else 1) * self.splits
-            found.append(("sums", rows * parts, "float32", False))
+            arrays.append(("sums", rows * parts, "float32", False))
         if not device.interpreted:
-            found.append(("barrier", self.workers(problem, device), "int32", True))
-        return found
+            arrays.append(("barrier", self.workers(problem, device), "int32", True))
+        return arrays
 
     def shared_memory(self, problem: Problem) -> int:
         """Returns an upper bound on the bytes of the pipeline stages and of a tile's states."""

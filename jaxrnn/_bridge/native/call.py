@@ -52,7 +52,7 @@ def attributes(binaries: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     Raises:
       ValueError: a number does not fit the type in which the kernel or the driver takes it.
     """
-    found: dict[str, Any] = {"kernels": np.int64(len(binaries))}
+    encoded: dict[str, Any] = {"kernels": np.int64(len(binaries))}
     for k, binary in enumerate(binaries):
         launch = (
             binary.grid, 1, 1, binary.threads, binary.shared_memory, binary.cluster, binary.cooperative, binary.early,
@@ -61,14 +61,14 @@ def attributes(binaries: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
         if not all(-(2**31) <= x < 2**31 for x in launch):
             raise ValueError(f"the kernel {binary.name} is launched with 32-bit numbers, and {launch} do not fit")
         parameters = [number for kind, value in binary.parameters for number in _encode(kind, value, names)]
-        found |= {
+        encoded |= {
             f"cubin_{k}": binary.cubin,
             f"name_{k}": binary.name,
             f"key_{k}": _key(binary),
             f"launch_{k}": np.array(launch, np.int64),
             f"parameters_{k}": np.array(parameters, np.int64),
         }
-    return found
+    return encoded
 
 
 def _encode(kind: str, value: Any, names: Sequence[str]) -> tuple[int, int]:
