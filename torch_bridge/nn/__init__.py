@@ -6,12 +6,8 @@ modules in the form of `GRU`; `torch.nn` has none. `run_trajectories` takes the 
 """
 
 import torch_bridge._require_torch  # noqa: F401
-from torch_bridge.nn.gru import GRU
-from torch_bridge.nn.lstm import LSTM
-from torch_bridge.nn.mgu import MGU
-from torch_bridge.nn.norm_gru import NormGRU
+from torch_bridge.nn.layers import GRU, LSTM, MGU, RNN, NormGRU
 from torch_bridge.nn.norms import LayerNorm, RMSNorm
-from torch_bridge.nn.rnn import RNN
 from torch_bridge.nn.trajectories import run_trajectories
 
 __all__ = ["GRU", "LSTM", "MGU", "RNN", "LayerNorm", "NormGRU", "RMSNorm", "run_trajectories"]
