@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from torch_bridge import op_common, steps
 from torch_bridge.cells import CellSpec
-from torch_bridge.steps.cell import Tensors
+from torch_bridge.steps import Tensors
 
 
 class Norm(NamedTuple):
