@@ -23,15 +23,11 @@ except ModuleNotFoundError as error:
     ) from error
 
 from jaxrnn._bridge import LaunchMethod, launch_method, register_native_launch
+from jaxrnn.api import gru, lstm, mgu, norm_gru, simple_rnn
 from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, NormGRUParams, SimpleParams
 from jaxrnn.choice import ImplementationWarning
 from jaxrnn.context import default_implementation
 from jaxrnn.explanation import Explanation, explain
-from jaxrnn.functions.gru import gru
-from jaxrnn.functions.lstm import lstm
-from jaxrnn.functions.mgu import mgu
-from jaxrnn.functions.norm_gru import norm_gru
-from jaxrnn.functions.simple_rnn import simple_rnn
 from jaxrnn.norms import layer_norm, rms_norm
 
 if TYPE_CHECKING:

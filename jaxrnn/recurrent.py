@@ -1,6 +1,6 @@
 """Runs a recurrence of any cell: checks its arguments, and chooses between the kernels and `lax.scan`.
 
-`jaxrnn.functions` has the public functions, one for each cell.
+`jaxrnn.api` has the public functions, one for each cell.
 """
 
 from __future__ import annotations

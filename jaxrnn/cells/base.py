@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -75,6 +75,45 @@ class Cell(CellSpec):
     def count(self) -> int:
         """The number of local gradients."""
         return self.gates + 1 if self.last_gate_separate else self.gates
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The layout of a cell's weights, here and in the frameworks that `jaxrnn.convert` converts from and to.
+
+    Attributes:
+      cell: the cell; one of them if several differ in their activation alone.
+      gates: the names of its gates in Flax, in the order of `cell.params`; a single gate has an empty name.
+      linen: its classes in `flax.linen`, with an article.
+      activations: the activations of the last gate that jaxrnn computes.
+      biased_operand: the operand, i or h, whose layers in Flax have the bias of all gates.
+      required_bias: a layer in linen without whose bias the cell computes something else, and the reason.
+      nnx: its classes in `flax.nnx`.
+      keras: its gates in the order of Keras.
+      haiku: its class in Haiku.
+      missing: by framework, why that framework cannot have the weights.
+    """
+
+    cell: Cell
+    gates: tuple[str, ...]
+    linen: str
+    activations: tuple[str, ...] = ("tanh",)
+    biased_operand: str = "i"
+    required_bias: tuple[str, str] | None = None
+    nnx: tuple[str, ...] = ()
+    keras: tuple[str, ...] = ()
+    haiku: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The cell in an error message, without an article."""
+        return self.cell.title.partition(" ")[2]
+
+    @property
+    def function(self) -> str:
+        """The function of jaxrnn that runs the weights."""
+        return f"jaxrnn.{self.cell.function}"
 
 
 def project(cell: Cell, params: Any, xs: Array, precision: jax.lax.PrecisionLike) -> Array:

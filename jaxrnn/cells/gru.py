@@ -12,11 +12,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrnn.cells.base import Cell
+from jaxrnn.cells.base import Cell, Layout
 from torch_bridge import cells as specs
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import equinox
+    import torch
+    from flax import nnx
+
+    import torch_bridge.nn
     from jaxrnn.cells.base import States
+
+    # The types that the overloads of `jaxrnn.convert` name, by framework.
+    Params: TypeAlias = "GRUParams"
+    TorchModule: TypeAlias = torch.nn.GRU | torch.nn.GRUCell | torch_bridge.nn.GRU
+    NNXCell: TypeAlias = nnx.GRUCell
+    EquinoxCell: TypeAlias = equinox.nn.GRUCell
 
 
 class GRUParams(NamedTuple):
@@ -66,3 +79,15 @@ GRU = Cell(
     **vars(specs.GRU), title="a GRU", function="gru", params=GRUParams, bias="b_ih", step=_step,
     compute_residuals=_compute_residuals, grad_step=_grad_step,
 )  # fmt: skip
+
+GRU_LAYOUT = Layout(
+    cell=GRU,
+    gates=("r", "z", "n"),
+    linen="a GRUCell",
+    nnx=("GRUCell",),
+    keras=("z", "r", "n"),
+    missing={
+        "haiku": "hk.GRU applies the reset gate before the matrix product and cannot compute this GRU. Call jaxrnn.gru "
+        "inside hk.transform, with parameters from hk.get_parameter"
+    },
+)

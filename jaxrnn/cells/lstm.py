@@ -12,11 +12,24 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrnn.cells.base import Cell
+from jaxrnn.cells.base import Cell, Layout
 from torch_bridge import cells as specs
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import equinox
+    import torch
+    from flax import nnx
+
+    import torch_bridge.nn
     from jaxrnn.cells.base import States
+
+    # The types that the overloads of `jaxrnn.convert` name, by framework.
+    Params: TypeAlias = "LSTMParams"
+    TorchModule: TypeAlias = torch.nn.LSTM | torch.nn.LSTMCell | torch_bridge.nn.LSTM
+    NNXCell: TypeAlias = nnx.LSTMCell | nnx.OptimizedLSTMCell
+    EquinoxCell: TypeAlias = equinox.nn.LSTMCell
 
 
 class LSTMParams(NamedTuple):
@@ -77,3 +90,13 @@ LSTM = Cell(
     **vars(specs.LSTM), title="an LSTM", function="lstm", params=LSTMParams, bias="b", step=_step,
     compute_residuals=_compute_residuals, grad_step=_grad_step,
 )  # fmt: skip
+
+LSTM_LAYOUT = Layout(
+    cell=LSTM,
+    gates=("i", "f", "g", "o"),
+    linen="an LSTMCell or OptimizedLSTMCell",
+    biased_operand="h",
+    nnx=("LSTMCell", "OptimizedLSTMCell"),
+    keras=("i", "f", "g", "o"),
+    haiku="LSTM",
+)

@@ -9,11 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrnn.cells.base import Cell
+from jaxrnn.cells.base import Cell, Layout
 from torch_bridge import cells as specs
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import torch
+    from flax import nnx
+
+    import torch_bridge.nn
     from jaxrnn.cells.base import States
+
+    # The types that the overloads of `jaxrnn.convert` name, by framework.
+    Params: TypeAlias = "SimpleParams"
+    TorchModule: TypeAlias = torch.nn.RNN | torch.nn.RNNCell | torch_bridge.nn.RNN
+    NNXCell: TypeAlias = nnx.SimpleCell
 
 
 class SimpleParams(NamedTuple):
@@ -76,3 +87,17 @@ SIMPLE_RELU = Cell(
     **vars(specs.SIMPLE_RELU), title="a simple cell", function="simple_rnn", params=SimpleParams, bias="b",
     step=_step_relu, compute_residuals=_residuals_relu, grad_step=_grad_step, activations_from_states=_activations,
 )  # fmt: skip
+
+SIMPLE_LAYOUT = Layout(
+    cell=SIMPLE_TANH,
+    gates=("",),
+    linen="a SimpleCell",
+    activations=("tanh", "relu"),
+    nnx=("SimpleCell",),
+    keras=("",),
+    haiku="VanillaRNN",
+    missing={
+        "equinox": "equinox.nn has no simple cell. Make SimpleParams a field of an equinox.Module, and call "
+        "jaxrnn.simple_rnn"
+    },
+)

@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrnn.cells import LAYOUTS
 from jaxrnn.checks import check_array
 from jaxrnn.checks import describe as describe_value
 from jaxrnn.convert.arrays import alternatives, describe, read_array
-from jaxrnn.convert.cells import LAYOUTS, layout_of
+from jaxrnn.convert.layout import layout_of
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.convert.layout import Layout
+    from jaxrnn.cells import Layout
 
     Shapes = dict[str, tuple[int, ...]]
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, read_arrays
 from jaxrnn.convert.checks import check_shapes, recurrent_shape
-from jaxrnn.convert.layout import Layout, biases_of, pack
+from jaxrnn.convert.layout import biases_of, pack
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.cells import Params
+    from jaxrnn.cells import Layout, Params
 
 
 def dense_names(layout: Layout) -> list[str]:

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from jaxrnn.convert.arrays import read_arrays
-from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.checks import check_params, check_shapes, expect, find_layout
-from jaxrnn.convert.layout import biases_of, pack, without_blocks
+from jaxrnn.convert.layout import biases_of, layouts_of, pack, without_blocks
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.cells import Params
-    from jaxrnn.convert.cells import gru, lstm
+    from jaxrnn.cells import Params, gru, lstm
     from jaxrnn.convert.layout import ParamsT
 
 
@@ -69,7 +67,7 @@ def from_equinox(cell: Any, *, into: type[Any] | None = None) -> Params:
     given = {name: x for name in names if (x := get(name)) is not None}
     arrays = read_arrays("from_equinox", given, (*names[:2], *(name for name in names[2:] if name in given)), cell)
     layout, inputs, hidden = find_layout(
-        "from_equinox", arrays, "weight_ih", "weight_hh", cells_of("equinox"), transposed=True
+        "from_equinox", arrays, "weight_ih", "weight_hh", layouts_of("equinox"), transposed=True
     )
     wide = layout.cell.gates * hidden
     shapes: dict[str, tuple[int, ...]] = {"weight_ih": (wide, inputs), "weight_hh": (wide, hidden), "bias": (wide,)}

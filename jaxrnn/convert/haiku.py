@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any, overload
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, keys_of, read_arrays, remedy_for
-from jaxrnn.convert.cells import cells_of
-from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_params, check_shapes, expect, find_layout
-from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases, without_blocks
+from jaxrnn.convert.layout import biases_of, layouts_of, pack, reorder, two_biases, without_blocks
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.cells import LSTMParams, Params
-    from jaxrnn.convert.cells import simple
+    from jaxrnn.cells import LSTMParams, Params, simple
     from jaxrnn.convert.layout import ParamsT
 
-VANILLA_RNN = next(layout for layout in cells_of("haiku") if layout.haiku == "VanillaRNN")
+LSTM, VANILLA_RNN = (next(x for x in layouts_of("haiku") if x.haiku == name) for name in ("LSTM", "VanillaRNN"))
 # The layers of hk.VanillaRNN: of the inputs, and of the state.
 VANILLA_LAYERS = ("linear", "linear_1")
 # The order of the gates of hk.LSTM, which adds 1 to its forget gate.

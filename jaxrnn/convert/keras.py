@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, overload
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, read_arrays, remedy_for, to_numpy
-from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, expect, find_layout
-from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases, without_blocks
+from jaxrnn.convert.layout import biases_of, layouts_of, pack, reorder, two_biases, without_blocks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +71,7 @@ def from_keras(source: Any, *, into: type[Any] | None = None) -> Params:
     cell = None if isinstance(source, Sequence) else _cell(source)
     given = _weights(source if cell is None else cell)
     arrays = read_arrays("from_keras", given, (*WEIGHTS[:2], *(name for name in WEIGHTS[2:] if name in given)), source)
-    layout, inputs, hidden = find_layout("from_keras", arrays, *WEIGHTS[:2], cells_of("keras"))
+    layout, inputs, hidden = find_layout("from_keras", arrays, *WEIGHTS[:2], layouts_of("keras"))
     check_activations("from_keras", cell, layout, gate="recurrent_activation", activation="activation")
     wide, bias = layout.cell.gates * hidden, arrays.get("bias")
     if layout.cell.last_gate_separate:

@@ -1,57 +1,31 @@
-"""What the conversion knows of a cell, and the packing of matrices and biases into parameters."""
+"""The layouts of cells, and the packing of matrices and biases into parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+
+from jaxrnn.cells import LAYOUTS
 
 if TYPE_CHECKING:
     from typing import TypeVar
 
     from jax import Array
 
-    from jaxrnn.cells import Cell, Params
+    from jaxrnn.cells import Layout, Params
 
     ParamsT = TypeVar("ParamsT", bound=Params)
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """The layout of a cell's weights, here and in the frameworks.
+def layout_of(params: Any) -> Layout | None:
+    """Returns the layout of parameters, or None if they belong to no cell that can be converted."""
+    return next((layout for layout in LAYOUTS if isinstance(params, layout.cell.params)), None)
 
-    Attributes:
-      cell: the cell; one of them if several differ in their activation alone.
-      title: its name in an error message.
-      gates: the names of its gates in Flax, in the order of `cell.params`; a single gate has an empty name.
-      linen: its classes in `flax.linen`, with an article.
-      activations: the activations of the last gate that jaxrnn computes.
-      biased_operand: the operand, i or h, whose layers in Flax have the bias of all gates.
-      required_bias: a layer in linen without whose bias the cell computes something else, and the reason.
-      nnx: its classes in `flax.nnx`.
-      keras: its gates in the order of Keras.
-      haiku: its class in Haiku.
-      missing: by framework, why that framework cannot have the weights.
-    """
 
-    cell: Cell
-    title: str
-    gates: tuple[str, ...]
-    linen: str
-    activations: tuple[str, ...] = ("tanh",)
-    biased_operand: str = "i"
-    required_bias: tuple[str, str] | None = None
-    nnx: tuple[str, ...] = ()
-    keras: tuple[str, ...] = ()
-    haiku: str = ""
-    missing: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def function(self) -> str:
-        """The function of jaxrnn that runs the weights."""
-        return f"jaxrnn.{self.cell.function}"
+def layouts_of(framework: str) -> tuple[Layout, ...]:
+    """Returns the layouts of the cells whose weights a framework can have."""
+    return tuple(layout for layout in LAYOUTS if framework not in layout.missing)
 
 
 def pack(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
+from jaxrnn.cells import LAYOUTS
 from jaxrnn.convert.arrays import alternatives, describe, keys_of, remedy_for
-from jaxrnn.convert.cells import LAYOUTS
 from jaxrnn.convert.checks import check_params, expect
 from jaxrnn.convert.dense import dense_names, from_dense, to_dense
 from jaxrnn.convert.layout import without_blocks

@@ -9,20 +9,18 @@ import jax
 import numpy as np
 
 from jaxrnn.convert.arrays import alternatives, describe, read_arrays, remedy_for
-from jaxrnn.convert.cells import cells_of
-from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, expect, find_layout, recurrent_shape
 from jaxrnn.convert.dense import dense_names, from_dense, read_dense, to_dense
-from jaxrnn.convert.layout import biases_of, pack, two_biases, without_blocks
+from jaxrnn.convert.layout import biases_of, layouts_of, pack, two_biases, without_blocks
 
 if TYPE_CHECKING:
-    from jaxrnn.cells import Params
-    from jaxrnn.convert.cells import gru, lstm, simple
-    from jaxrnn.convert.layout import Layout, ParamsT
+    from jaxrnn.cells import Layout, Params, gru, lstm, simple
+    from jaxrnn.convert.layout import ParamsT
 
-CELLS = cells_of("nnx")
+CELLS = layouts_of("nnx")
 # The class that has a layer per operand and gate instead of a layer per operand.
-UNFUSED, UNFUSED_CLASS = LSTM, "LSTMCell"
+UNFUSED_CLASS = "LSTMCell"
+UNFUSED = next(layout for layout in CELLS if UNFUSED_CLASS in layout.nnx)
 FUSED_LAYERS = ["dense_i", "dense_h"]
 UNFUSED_LAYERS = ["if_" if name == "if" else name for name in dense_names(UNFUSED)]
 

@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING, Any, overload
 
 from jaxrnn.checks import check_size
 from jaxrnn.convert.arrays import alternatives, describe, read_arrays, remedy_for, to_numpy
-from jaxrnn.convert.cells import cells_of
-from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_params, check_shapes, expect, find_layout, recurrent_shape
-from jaxrnn.convert.layout import pack, two_biases, without_blocks
+from jaxrnn.convert.layout import layouts_of, pack, two_biases, without_blocks
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxrnn.cells import Params
-    from jaxrnn.convert.cells import gru, lstm, simple
+    from jaxrnn.cells import Params, gru, lstm, simple
     from jaxrnn.convert.layout import ParamsT
 
 
 OTHERWISE = "; pass a torch.nn.GRU, LSTM, RNN or one of their cells, or a module of torch_bridge.nn"
+_PROJECTED = next(layout for layout in layouts_of("torch") if "w_hr" in layout.cell.params._fields)
 # The cells that PyTorch or `torch_bridge.nn` has, for messages.
-_TITLES = alternatives([layout.title for layout in cells_of("torch")])
+_TITLES = alternatives([layout.title for layout in layouts_of("torch")])
 
 
 @overload
@@ -130,10 +128,10 @@ def from_torch(
     if projected:
         if arrays[projection].ndim != 2 or arrays[names[0]].ndim != 2:
             raise ValueError(f"from_torch: {projection} and {names[0]} must be matrices")
-        (width, hidden), inputs, layout = arrays[projection].shape, arrays[names[0]].shape[1], LSTM
+        (width, hidden), inputs, layout = arrays[projection].shape, arrays[names[0]].shape[1], _PROJECTED
     else:
         layout, inputs, hidden = find_layout(
-            "from_torch", arrays, names[0], names[1], cells_of("torch"), transposed=True, blocks=True
+            "from_torch", arrays, names[0], names[1], layouts_of("torch"), transposed=True, blocks=True
         )
         width = hidden
     wide = layout.cell.gates * hidden

@@ -23,7 +23,7 @@ NOT_DEPENDENCIES = (
 )
 
 # The files of jaxrnn.convert that all frameworks share.
-SHARED_BY_FRAMEWORKS = tuple(f"jaxrnn.convert.{name}" for name in ("arrays", "cells", "checks", "dense", "layout"))
+SHARED_BY_FRAMEWORKS = tuple(f"jaxrnn.convert.{name}" for name in ("arrays", "checks", "dense", "layout"))
 
 
 def modules(package: str) -> list[str]:
@@ -379,7 +379,7 @@ SHARED = ("torch_bridge.cells", "torch_bridge.docstrings", "torch_bridge.records
 # The modules of jaxrnn that each module may import. Only `_bridge` may import the rest of torch_bridge, and only
 # `linen`, `nnx` and `_require_flax` may import Flax.
 ARROWS = {
-    "": ("_bridge", "cells", "choice", "context", "explanation", "functions", "norms"),
+    "": ("_bridge", "api", "cells", "choice", "context", "explanation", "norms"),
     "numerics": (),
     "cells": ("numerics",),
     "context": ("checks",),
@@ -396,7 +396,7 @@ ARROWS = {
     "norm_kernels": ("_bridge", "sharding"),
     "kernel_vjp": ("_bridge", "call", "cells", "numerics", "sharding"),
     "recurrent": ("_bridge", "blocks", "call", "cells", "checks", "choice", "kernel_vjp", "scan", "sharding"),
-    "functions": ("cells", "checks", "recurrent"),
+    "api": ("cells", "checks", "recurrent"),
     "modules": ("cells", "checks", "choice", "context", "norms", "numerics", "recurrent", "sharding"),
     "_require_flax": (),
     "linen": ("_require_flax", "cells", "checks", "choice", "modules"),
@@ -416,7 +416,7 @@ def test_modules_of_jaxrnn_import_only_what_they_may(module):
     assert not [one for one in imported if within(one, "jaxrnn") and not within(one, *allowed)]
     if name == "convert":
         cells = {one for one in imported if within(one, "jaxrnn.cells")}
-        assert cells <= {"jaxrnn.cells.CELLS"}, "convert reads the table of cells, and names none of them"
+        assert cells <= {"jaxrnn.cells.LAYOUTS"}, "convert reads the table of cells, and names none of them"
 
 
 @pytest.mark.parametrize("module", [module for module in modules("jaxrnn") if within(module, "jaxrnn.convert")])
@@ -460,10 +460,7 @@ def test_no_test_imports_another():
 
 # The words that name a cell, and its own files; beside these, only tables and exports name it. The GRU and the LSTM are
 # left out: the costs of tilings, and the words of other frameworks, name them.
-ROOMS = (
-    *("jaxrnn/cells", "jaxrnn/functions", "jaxrnn/convert/cells"),
-    *("torch_bridge/kernels/cells", "torch_bridge/functional"),
-)
+ROOMS = ("jaxrnn/cells", "torch_bridge/kernels/cells", "torch_bridge/functional")
 NAMES = {
     "mgu": (r"\bmgu\b|MGU", ("mgu.py",)),
     "norm_gru": (r"norm_gru|NORM_GRU|Norm\w*GRU", ("norm_gru.py",)),
@@ -476,7 +473,7 @@ NAMES = {
 
 # The files that have a function or a class of each cell, and the table of cells.
 TABLES = {
-    *("torch_bridge/cells.py", "torch_bridge/steps.py", "torch_bridge/nn/layers.py"),
+    *("torch_bridge/cells.py", "torch_bridge/steps.py", "torch_bridge/nn/layers.py", "jaxrnn/api.py"),
     *("jaxrnn/linen/cells.py", "jaxrnn/linen/stack.py", "jaxrnn/nnx/cells.py", "jaxrnn/nnx/stack.py"),
 }
 # Flax NNX has no MGU, and `torch_bridge.nn` calls the simple cell RNN.

@@ -1,1 +1,0 @@
-"""The public functions, a file for each cell."""
