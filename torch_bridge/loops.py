@@ -297,8 +297,8 @@ def backward(
     w, grad_step = w_hh.to(dtype), steps.CELLS[cell.name].grad_step
     by_gate = residuals[name].unflatten(-1, (-1, width)).to(dtype).unbind(-1)
     if cell.last_gate_separate:
-        # The stored order of a GRU is r, z, n (of the input projection), n (of the hidden product); an MGU has f for r
-        # and z. With n of the input projection moved to the front, those of the hidden products are one slice, `[1:]`.
+        # The last gate is stored twice: that of the input projection, then that of the hidden product. With the first
+        # moved to the front, those of the hidden products are one slice, `[1:]`.
         by_gate = (by_gate[cell.gates - 1], *by_gate[: cell.gates - 1], by_gate[cell.gates])
     else:
         norm_grads = by_gate[cell.gates] if cell.norm else None

@@ -466,7 +466,7 @@ NAMES = {
     "norm_gru": (r"norm_gru|NORM_GRU|Norm\w*GRU", ("norm_gru.py",)),
     "simple": (
         r"\bsimple_(tanh|relu|rnn)\b|SIMPLE_|Simple(Params|Cell|RNN)",
-        ("simple.py", "simple_tanh.py", "simple_relu.py", "simple_rnn.py", "rnn.py"),
+        ("simple.py", "simple_tanh.py", "simple_relu.py", "rnn.py"),
     ),
 }
 
