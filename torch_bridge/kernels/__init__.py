@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
 from torch_bridge.kernels.cells import gru, lstm, mgu, norm_gru, simple_relu, simple_tanh
-from torch_bridge.kernels.loops import streamed
 
 # The arithmetic of each cell in `torch_bridge.cells.CELLS`.
 CELLS: dict[str, ModuleType] = {
@@ -17,16 +17,5 @@ CELLS: dict[str, ModuleType] = {
 
 def loop_kernel(loop: str, direction: str) -> Any:
     """Returns the kernel of a family of time loops for a direction, "fwd" or "bwd"."""
-    if loop == "streamed":
-        module: ModuleType = streamed
-    elif loop == "resident":
-        from torch_bridge.kernels.loops import resident as module
-    elif loop == "fma":
-        from torch_bridge.kernels.loops import fma as module
-    elif loop == "split":
-        from torch_bridge.kernels.loops import split as module
-    elif loop == "split_registers":
-        from torch_bridge.kernels.loops import split_registers as module
-    else:
-        from torch_bridge.kernels.loops import rows as module
+    module = importlib.import_module(f"{__name__}.loops.{loop}")  # not at the top: a process runs few families
     return module.forward_kernel if direction == "fwd" else module.backward_kernel

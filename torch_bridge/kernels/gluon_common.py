@@ -379,16 +379,14 @@ def no_residuals(state, dc_dh_ptr, COUNT: gl.constexpr, FACTORS: gl.constexpr):
 
 
 @gluon.jit
-def store_residuals(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, saved, H: gl.constexpr, COUNT: gl.constexpr
-):  # fmt: skip
+def store_residuals(a, rows, unit, mask, saved, H: gl.constexpr, COUNT: gl.constexpr):
     """Stores what `pack_residuals` returned: if there is no array for a carry gate, as words (`common.pack_words`).
 
     `rows` and `unit` broadcast to a tile, whose axes are sequences and units in either order. COUNT is the number of
-    local gradients.
+    local gradients, and `a` are the arrays.
     """
-    if len(saved) > 1 and carry_gate_ptr is None:
-        at = local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
+    if len(saved) > 1 and a.carry_gate_ptr is None:
+        at = a.local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
         first, second, third = pack_words(saved[0], saved[1])
         gl.store(at, first, mask=mask)
         gl.store(at + H, second, mask=mask)
@@ -396,30 +394,27 @@ def store_residuals(
     else:
         TYPE: gl.constexpr = packed_type(COUNT)
         at = rows * H + unit
-        gl.store(local_grads_ptr.to(gl.pointer_type(TYPE), bitcast=True) + at, saved[0], mask=mask)
-        if dc_dh_ptr is not None:
-            gl.store(dc_dh_ptr + at, saved[1], mask=mask)
-        if carry_gate_ptr is not None:
-            gl.store(carry_gate_ptr + at, saved[-1], mask=mask)
+        gl.store(a.local_grads_ptr.to(gl.pointer_type(TYPE), bitcast=True) + at, saved[0], mask=mask)
+        if a.dc_dh_ptr is not None:
+            gl.store(a.dc_dh_ptr + at, saved[1], mask=mask)
+        if a.carry_gate_ptr is not None:
+            gl.store(a.carry_gate_ptr + at, saved[-1], mask=mask)
 
 
 @gluon.jit
-def load_residuals(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H: gl.constexpr, COUNT: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
+def load_residuals(a, rows, unit, mask, H: gl.constexpr, COUNT: gl.constexpr, PACKED: gl.constexpr):
     """Loads what `store_residuals` stored, without unpacking the data; returns a tuple."""
     if PACKED:
-        at = local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
+        at = a.local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
         saved = load_inputs(at, mask, H, 3)
     else:
         TYPE: gl.constexpr = packed_type(COUNT)
         at = rows * H + unit
-        saved = (gl.load(local_grads_ptr.to(gl.pointer_type(TYPE), bitcast=True) + at, mask=mask, other=0),)
-        if dc_dh_ptr is not None:
-            saved += (gl.load(dc_dh_ptr + at, mask=mask, other=0.0),)
-        if carry_gate_ptr is not None:
-            saved += (gl.load(carry_gate_ptr + at, mask=mask, other=0.0),)
+        saved = (gl.load(a.local_grads_ptr.to(gl.pointer_type(TYPE), bitcast=True) + at, mask=mask, other=0),)
+        if a.dc_dh_ptr is not None:
+            saved += (gl.load(a.dc_dh_ptr + at, mask=mask, other=0.0),)
+        if a.carry_gate_ptr is not None:
+            saved += (gl.load(a.carry_gate_ptr + at, mask=mask, other=0.0),)
     return saved
 
 
@@ -568,19 +563,14 @@ def gradients_before(product, carried, STATES: gl.constexpr):
 
 
 @gluon.jit
-def load_saved(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
-    COUNT: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def load_saved(a, tile, rows, H: gl.constexpr, COUNT: gl.constexpr, PACKED: gl.constexpr):
     """Loads what a backward step reads, without unpacking or converting the data.
 
     Returns the residuals, which sequences start an episode there, and the gradients of the step's outputs, a tuple.
     """
-    saved = load_residuals(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, PACKED
-    )  # fmt: skip
-    reset = load_resets(reset_ptr, rows, mask_q)
-    return saved, reset, load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
+    saved = load_residuals(a, rows[None, :], tile.unit[:, None], tile.mask, H, COUNT, PACKED)
+    reset = load_resets(a.reset_ptr, rows, tile.mask_q)
+    return saved, reset, load_gradients(a.dhs_ptr, a.dcs_ptr, rows, tile.unit, tile.mask, H)
 
 
 @gluon.jit

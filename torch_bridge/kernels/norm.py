@@ -15,14 +15,14 @@ partial sums of the programs.
 
 S models have R rows of N columns each; a tile is BLOCK_R rows. The functions share these arguments:
 
+    arrays         `Forward` or `Backward`; an array that is absent is None
     CENTERED       LayerNorm if true, else RMSNorm, which has no mean
     WHOLE          no column of the chunk is past the end of a row, so columns need no mask
-    start          [BLOCK_R, 1] offset of each row's first element
-    mask_r         [BLOCK_R] the rows that exist
-    first, cols    the chunk has the columns `first + cols`
     mean_a         mean(a) of each row; unused by RMSNorm
     mean_ax        mean(a * x^) of each row
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,6 +30,42 @@ import triton.language as tl
 from torch_bridge.kernels import names
 from torch_bridge.kernels.common import rounded_product
 from torch_bridge.kernels.sums import add_up, block_of_columns, launch_dependents, wait_for_dependencies
+
+
+class Forward(NamedTuple):
+    """The arrays of a forward kernel; its functions get those of a model's weight and bias."""
+
+    x_ptr: Any  # [S, R, N]
+    residual_ptr: Any  # [S, R, N] added to x before normalization, or None
+    weight_ptr: Any  # [S, N] or None
+    bias_ptr: Any  # [S, N] or None
+    y_ptr: Any  # [S, R, N] out
+    total_ptr: Any  # [S, R, N] out: x + residual, or None without a residual
+    mean_ptr: Any  # [S, R] out, float32, or None
+    rstd_ptr: Any  # [S, R] out, float32, or None
+
+
+class Backward(NamedTuple):
+    """The arrays of a backward kernel; its functions get those of a model's weight."""
+
+    dy_ptr: Any  # [S, R, N]
+    x_ptr: Any  # [S, R, N]
+    dtotal_ptr: Any  # [S, R, N] added to dx, or None
+    weight_ptr: Any  # [S, N] or None
+    mean_ptr: Any  # [S, R] float32, or None for RMSNorm
+    rstd_ptr: Any  # [S, R] float32
+    dx_ptr: Any  # [S, R, N] out
+    partial_weight_ptr: Any  # [S, programs, N] out, float32, or None
+    partial_bias_ptr: Any  # [S, programs, N] out, float32, or None
+
+
+class _Chunk(NamedTuple):
+    """The place of a chunk of a tile in the arrays."""
+
+    start: Any  # [BLOCK_R, 1] offset of each row's first element
+    mask_r: Any  # [BLOCK_R] the rows that exist
+    first: Any  # the chunk has the columns `first + cols`
+    cols: Any  # [BLOCK_N]
 
 
 @triton.jit
@@ -83,13 +119,13 @@ def _shift(x, bias_ptr, bias):
 
 
 @triton.jit
-def _load_sum(x_ptr, residual_ptr, total_ptr, offs, mask):
+def _load_sum(arrays, offs, mask):
     """Loads the rows to normalize: x or, with a residual, x + residual, rounded and stored to `total`."""
-    x = tl.load(x_ptr + offs, mask=mask, other=0.0)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + offs, x, mask=mask)
+    x = tl.load(arrays.x_ptr + offs, mask=mask, other=0.0)
+    if arrays.residual_ptr is not None:
+        residual = tl.load(arrays.residual_ptr + offs, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(arrays.total_ptr.dtype.element_ty)
+        tl.store(arrays.total_ptr + offs, x, mask=mask)
     return x
 
 
@@ -109,28 +145,28 @@ def _inverse_root(x):
 
 
 @triton.jit
-def _mask(mask_r, col, N: tl.constexpr, WHOLE: tl.constexpr):
-    """Returns the mask of rows that exist and, if the chunk is not WHOLE, of columns that exist."""
-    if WHOLE:
-        return mask_r[:, None]
-    else:
-        return mask_r[:, None] & (col < N)[None, :]
+def _columns(chunk, N: tl.constexpr, WHOLE: tl.constexpr):
+    """Returns the columns of a chunk, and the mask of its elements that exist."""
+    col = chunk.first + chunk.cols
+    mask = chunk.mask_r[:, None]
+    if not WHOLE:
+        mask = mask & (col < N)[None, :]
+    return col, mask
 
 
 @triton.jit
 def _moments_of_chunk(
-    x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, first, cols,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    arrays, chunk, mean, squares, N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Returns the mean and the sum of squared differences from it of all columns before `first` and of this chunk.
+    """Returns the mean and the sum of squared differences from it of all columns up to the last of this chunk.
 
-    `mean` and `squares` are those of the columns before `first`. With a residual, x + residual is also stored.
+    `mean` and `squares` are those of the columns before the chunk. With a residual, x + residual is also stored.
 
     For RMSNorm the differences are from 0.
     """
-    col = first + cols
-    mask = _mask(mask_r, col, N, WHOLE)
-    x = _load_sum(x_ptr, residual_ptr, total_ptr, start + col[None, :], mask).to(tl.float32)
+    first = chunk.first
+    col, mask = _columns(chunk, N, WHOLE)
+    x = _load_sum(arrays, chunk.start + col[None, :], mask).to(tl.float32)
     if CENTERED:  # Chan, Golub, LeVeque 1983: combines the moments of two parts
         count = tl.minimum(N - first, BLOCK_N).to(tl.float32)
         part = tl.sum(x, 1) / count
@@ -146,30 +182,24 @@ def _moments_of_chunk(
 
 @triton.jit
 def _normalize_chunk(
-    read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols,
-    N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    arrays, read_ptr, chunk, mean, rstd, N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
     """Stores the results y of a chunk, reading the rows, with their residual added, from `read_ptr`."""
-    col = first + cols
-    mask = _mask(mask_r, col, N, WHOLE)
-    x = tl.load(read_ptr + start + col[None, :], mask=mask, other=0.0)
+    col, mask = _columns(chunk, N, WHOLE)
+    x = tl.load(read_ptr + chunk.start + col[None, :], mask=mask, other=0.0)
     y = _centered(x, mean, col, N, WHOLE, CENTERED) * rstd[:, None]
-    y = _scale(y, weight_ptr, _row_load(weight_ptr, col, N, WHOLE))
-    y = _shift(y, bias_ptr, _row_load(bias_ptr, col, N, WHOLE))
-    tl.store(y_ptr + start + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    y = _scale(y, arrays.weight_ptr, _row_load(arrays.weight_ptr, col, N, WHOLE))
+    y = _shift(y, arrays.bias_ptr, _row_load(arrays.bias_ptr, col, N, WHOLE))
+    tl.store(arrays.y_ptr + chunk.start + col[None, :], y.to(arrays.y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _terms_of_chunk(
-    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols,
-    N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+def _terms_of_chunk(arrays, chunk, mean, N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr):
     """Returns dy * weight and, for LayerNorm, x - mean (for RMSNorm: x) of a chunk."""
-    col = first + cols
-    mask = _mask(mask_r, col, N, WHOLE)
-    x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
-    dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
-    a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N, WHOLE))
+    col, mask = _columns(chunk, N, WHOLE)
+    x = tl.load(arrays.x_ptr + chunk.start + col[None, :], mask=mask, other=0.0)
+    dy = tl.load(arrays.dy_ptr + chunk.start + col[None, :], mask=mask, other=0.0)
+    a = _scale(dy.to(tl.float32), arrays.weight_ptr, _row_load(arrays.weight_ptr, col, N, WHOLE))
     return a, _centered(x, mean, col, N, WHOLE, CENTERED)
 
 
@@ -189,19 +219,15 @@ def _centered(x, mean, col, N: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.c
 
 @triton.jit(do_not_specialize=["R", "tiles", "epsilon"], repr=names.of_norm("fwd"))
 def norm_fwd_kernel(
-    x_ptr,         # [S, R, N]
-    residual_ptr,  # [S, R, N] added to x before normalization, or None
-    weight_ptr,    # [S, N] or None
-    bias_ptr,      # [S, N] or None
-    y_ptr,         # [S, R, N]
-    total_ptr,     # [S, R, N] x + residual, written only with a residual
-    mean_ptr,      # [S, R] float32, or None
-    rstd_ptr,      # [S, R] float32, or None
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
     R, tiles, epsilon,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
     ONE_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Normalizes BLOCK_R rows of a model, from row tile * BLOCK_R on; the grid has S * tiles programs."""
+    """Normalizes BLOCK_R rows of a model, from row tile * BLOCK_R on; the grid has S * tiles programs.
+
+    The arrays are those of `Forward`.
+    """
     model = (tl.program_id(0) // tiles).to(tl.int64)
     nth = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = nth < R
@@ -209,12 +235,13 @@ def norm_fwd_kernel(
     start = row[:, None] * N
     weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
     bias_ptr = bias_ptr if bias_ptr is None else bias_ptr + model * N
+    arrays = Forward(x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr)
     cols = tl.arange(0, BLOCK_N)
     LAST: tl.constexpr = N // BLOCK_N * BLOCK_N  # where the partial chunk begins
     mean = tl.zeros([BLOCK_R], tl.float32)
     if BLOCK_N >= N:
         mask = mask_r[:, None] & (cols < N)[None, :]
-        x = _load_sum(x_ptr, residual_ptr, total_ptr, start + cols[None, :], mask)
+        x = _load_sum(arrays, start + cols[None, :], mask)
         if CENTERED:
             mean = _mean(tl.sum(x.to(tl.float32), 1), N)
         centered = _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED)
@@ -227,26 +254,22 @@ def norm_fwd_kernel(
     else:
         squares = tl.zeros([BLOCK_R], tl.float32)
         for first in range(0, LAST, BLOCK_N):
-            mean, squares = _moments_of_chunk(
-                x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, first, cols, N, BLOCK_N, CENTERED, True
-            )
+            chunk = _Chunk(start, mask_r, first, cols)
+            mean, squares = _moments_of_chunk(arrays, chunk, mean, squares, N, BLOCK_N, CENTERED, True)
         if LAST < N:
-            mean, squares = _moments_of_chunk(
-                x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, LAST, cols, N, BLOCK_N, CENTERED, False
-            )
+            chunk = _Chunk(start, mask_r, LAST, cols)
+            mean, squares = _moments_of_chunk(arrays, chunk, mean, squares, N, BLOCK_N, CENTERED, False)
         rstd = _inverse_root(_mean(squares, N) + epsilon)
         read_ptr = x_ptr
         if residual_ptr is not None:
             read_ptr = total_ptr
             tl.debug_barrier()  # other threads may have written what this one reads
         for first in range(0, LAST, BLOCK_N):
-            _normalize_chunk(
-                read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols, N, CENTERED, True
-            )
+            chunk = _Chunk(start, mask_r, first, cols)
+            _normalize_chunk(arrays, read_ptr, chunk, mean, rstd, N, CENTERED, True)
         if LAST < N:
-            _normalize_chunk(
-                read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, LAST, cols, N, CENTERED, False
-            )
+            chunk = _Chunk(start, mask_r, LAST, cols)
+            _normalize_chunk(arrays, read_ptr, chunk, mean, rstd, N, CENTERED, False)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=mask_r)
     if rstd_ptr is not None:
@@ -264,9 +287,7 @@ def _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _store_dx(
-    dx_ptr, dtotal_ptr, offs, mask, a, normalized, mean_a, mean_ax, rstd, N: tl.constexpr, CENTERED: tl.constexpr
-):
+def _store_dx(arrays, offs, mask, a, normalized, mean_a, mean_ax, rstd, N: tl.constexpr, CENTERED: tl.constexpr):
     """Stores dx of a tile or chunk, with the gradient of `total` added; `normalized` is x^."""
     dx = a - normalized * mean_ax[:, None]
     if CENTERED:
@@ -274,33 +295,29 @@ def _store_dx(
         if N == 1:  # dx is zero, and what is left is the rounding error of `a`
             dx *= 0.0
     dx *= rstd[:, None]
-    if dtotal_ptr is not None:
-        dx += tl.load(dtotal_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if arrays.dtotal_ptr is not None:
+        dx += tl.load(arrays.dtotal_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(arrays.dx_ptr + offs, dx.to(arrays.dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _add_chunk(
-    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, sum_a, sum_ax, first, cols,
-    N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    arrays, chunk, mean, sum_a, sum_ax, N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
     """Adds a further chunk to each row's sums of a and of a * (x - mean), without the factor rstd."""
-    a, centered = _terms_of_chunk(x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, CENTERED, WHOLE)
+    a, centered = _terms_of_chunk(arrays, chunk, mean, N, CENTERED, WHOLE)
     return sum_a + tl.sum(a, 1), sum_ax + tl.sum(a * centered, 1)
 
 
 @triton.jit
 def _differentiate_chunk(
-    x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, first, cols,
-    N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    arrays, chunk, mean, rstd, mean_a, mean_ax, N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
     """Stores dx of a chunk, given the means over whole rows."""
-    a, centered = _terms_of_chunk(x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, CENTERED, WHOLE)
-    col = first + cols
-    _store_dx(
-        dx_ptr, dtotal_ptr, start + col[None, :], _mask(mask_r, col, N, WHOLE), a, centered * rstd[:, None], mean_a,
-        mean_ax, rstd, N, CENTERED,
-    )  # fmt: skip
+    a, centered = _terms_of_chunk(arrays, chunk, mean, N, CENTERED, WHOLE)
+    col, mask = _columns(chunk, N, WHOLE)
+    offs = chunk.start + col[None, :]
+    _store_dx(arrays, offs, mask, a, centered * rstd[:, None], mean_a, mean_ax, rstd, N, CENTERED)
 
 
 @triton.jit
@@ -311,26 +328,23 @@ def _load_tile(ptrs, mask, YIELD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R", "tiles", "programs"], repr=names.of_norm("bwd"))
 def norm_bwd_kernel(
-    dy_ptr,              # [S, R, N]
-    x_ptr,               # [S, R, N]
-    dtotal_ptr,          # [S, R, N] added to dx, or None
-    weight_ptr,          # [S, N] or None
-    mean_ptr, rstd_ptr,  # [S, R] float32
-    dx_ptr,              # [S, R, N]
-    partial_weight_ptr,  # [S, programs, N] float32, or None
-    partial_bias_ptr,    # [S, programs, N] float32, or None
+    dy_ptr, x_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_weight_ptr, partial_bias_ptr,
     R, tiles, programs,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
     YIELD: tl.constexpr, EARLY: tl.constexpr, ONE_EACH: tl.constexpr,
 ):  # fmt: skip
     """Differentiates every `programs`-th tile of BLOCK_R rows of a model; the grid has S * programs programs.
 
-    If whole rows are in registers, the loads of the next tile are in flight meanwhile.
+    The arrays are those of `Backward`. If whole rows are in registers, the loads of the next tile are in flight
+    meanwhile.
     """
     launch_dependents(EARLY)
     model = (tl.program_id(0) // programs).to(tl.int64)
     program = tl.program_id(0) % programs
     weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
+    arrays = Backward(
+        dy_ptr, x_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_weight_ptr, partial_bias_ptr
+    )
     cols = tl.arange(0, BLOCK_N)
     LAST: tl.constexpr = N // BLOCK_N * BLOCK_N  # where the partial chunk begins
     nth = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -368,9 +382,7 @@ def norm_bwd_kernel(
             )
             a = _scale(_hide_from_compiler(dy, OPAQUE).to(tl.float32), weight_ptr, weight)
             offs = row[:, None] * N + cols[None, :]
-            _store_dx(
-                dx_ptr, dtotal_ptr, offs, mask_r[:, None] & mask_n, a, normalized, mean_a, mean_ax, rstd, N, CENTERED
-            )
+            _store_dx(arrays, offs, mask_r[:, None] & mask_n, a, normalized, mean_a, mean_ax, rstd, N, CENTERED)
             x, dy, mean, rstd, nth, row, mask_r = next_x, next_dy, next_mean, next_rstd, next_nth, next_row, next_r
         at = (model * programs + program) * N + cols
         if partial_weight_ptr is not None:
@@ -387,43 +399,31 @@ def norm_bwd_kernel(
             mean_a = tl.zeros([BLOCK_R], tl.float32)
             mean_ax = tl.zeros([BLOCK_R], tl.float32)
             for first in range(0, LAST, BLOCK_N):
-                mean_a, mean_ax = _add_chunk(
-                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, mean_a, mean_ax, first, cols, N, CENTERED,
-                    True,
-                )  # fmt: skip
+                chunk = _Chunk(start, mask_r, first, cols)
+                mean_a, mean_ax = _add_chunk(arrays, chunk, mean, mean_a, mean_ax, N, CENTERED, True)
             if LAST < N:
-                mean_a, mean_ax = _add_chunk(
-                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, mean_a, mean_ax, LAST, cols, N, CENTERED,
-                    False,
-                )  # fmt: skip
+                chunk = _Chunk(start, mask_r, LAST, cols)
+                mean_a, mean_ax = _add_chunk(arrays, chunk, mean, mean_a, mean_ax, N, CENTERED, False)
             mean_a /= N
             mean_ax = mean_ax * rstd / N
             for first in range(0, LAST, BLOCK_N):
-                _differentiate_chunk(
-                    x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, first,
-                    cols, N, CENTERED, True,
-                )  # fmt: skip
+                chunk = _Chunk(start, mask_r, first, cols)
+                _differentiate_chunk(arrays, chunk, mean, rstd, mean_a, mean_ax, N, CENTERED, True)
             if LAST < N:
-                _differentiate_chunk(
-                    x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, LAST,
-                    cols, N, CENTERED, False,
-                )  # fmt: skip
+                chunk = _Chunk(start, mask_r, LAST, cols)
+                _differentiate_chunk(arrays, chunk, mean, rstd, mean_a, mean_ax, N, CENTERED, False)
             nth += programs.to(tl.int64) * BLOCK_R
 
 
 @triton.jit(do_not_specialize=["R", "tiles", "programs"], repr=names.of_norm("bwd_columns"))
 def norm_columns_kernel(
-    dy_ptr,              # [S, R, N]
-    x_ptr,               # [S, R, N]
-    mean_ptr, rstd_ptr,  # [S, R] float32
-    partial_weight_ptr,  # [S, programs, N] float32, or None
-    partial_bias_ptr,    # [S, programs, N] float32, or None
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, partial_weight_ptr, partial_bias_ptr,
     R, tiles, programs,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CENTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Computes the partial sums for weight and bias of rows that are too wide for `norm_bwd_kernel` to keep these sums.
 
-    A program has BLOCK_C columns and every `programs`-th tile of rows.
+    A program has BLOCK_C columns and every `programs`-th tile of rows. The arrays are those of `Backward`.
     """
     launch_dependents(EARLY)
     blocks = tl.cdiv(N, BLOCK_C)
@@ -454,10 +454,9 @@ def norm_columns_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def norm_sum_kernel(
-    partial_weight_ptr,  # [S, programs, N] float32, or None
-    partial_bias_ptr,    # [S, programs, N] float32, or None
-    dweight_ptr,         # [S, N], or None
-    dbias_ptr,           # [S, N], or None
+    partial_weight_ptr, partial_bias_ptr,
+    dweight_ptr,  # [S, N], or None
+    dbias_ptr,    # [S, N], or None
     programs,
     N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip

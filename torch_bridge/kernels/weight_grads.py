@@ -17,6 +17,8 @@ wgmma takes inputs and states from registers. On other GPUs, the products use mm
 registers.
 """
 
+from typing import Any, NamedTuple
+
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -24,6 +26,55 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from torch_bridge.kernels.common import RESET_FIXED, RESET_ZEROS
 from torch_bridge.kernels.gluon_common import async_load, barrier
+
+
+class _Arrays(NamedTuple):
+    """The arrays that the kernel reads; rows are `[G, T, B]`: groups, steps and sequences."""
+
+    x_ptr: Any  # [S, rows, D] inputs
+    hs_ptr: Any  # [S, rows, H] states after each step
+    h0_ptr: Any  # [S, rows / T, H] states before the first step
+    reset_ptr: Any  # [S, rows] nonzero where an episode begins, or None
+    reset_h_ptr: Any  # [S, rows / T, H] or [S, rows, H] by RESET_STATE: states from which episodes begin, or None
+    scale_ptr: Any  # [S, rows] float32: the factors of the norm that the gates see, or None
+    x_mean_ptr: Any  # [S, rows] float32: the means of the inputs for LayerNorm, which x is without, or None
+    dxp_ptr: Any  # [S, rows, W] gradients of the gates before their activations
+    dhn_ptr: Any  # [S, rows, H] gradients of the last gate's hidden product; None where they equal those in dxp
+
+
+class _Buffers(NamedTuple):
+    """The shared memory of a program; the first four have STAGES blocks of ROWS rows."""
+
+    xs: Any  # inputs
+    ps: Any  # states before the steps
+    gs: Any  # gate gradients
+    ns: Any  # gradients of the last gate's hidden product, or `gs`
+    gt: Any  # for wgmma with TF32, a block of `gs` contiguous along the rows
+    nt: Any  # the same of `ns`
+
+
+class _Tile(NamedTuple):
+    """The columns and rows that a program sums."""
+
+    T: Any  # number of steps
+    B: Any  # number of sequences of a group
+    first_unit: Any  # of inputs and states
+    first_gate: Any
+    start: Any  # first row
+    end: Any  # the row after the last one
+
+
+class _Config(NamedTuple):
+    """The compile-time values of the kernel."""
+
+    D: Any  # inputs
+    H: Any  # states
+    W: Any  # gates
+    ROWS: Any  # rows of a block
+    STAGES: Any
+    RESET_STATE: Any
+    REVERSE: Any
+    WGMMA: Any  # whether the products use wgmma; otherwise they use mma.sync
 
 
 @gluon.jit
@@ -69,20 +120,18 @@ def _add_to_sums(sum_x, sum_m, g, scales, means, k: gl.constexpr):
 
 
 @gluon.jit
-def _copy(
-    buffers, slot, arrays, dhn_ptr, row, goes_on, tile, T, B, cols, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
-    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
+def _copy(buffers, slot, arrays, row, goes_on, tile, cols, config: gl.constexpr):
     """Starts the copies of a block of rows to `slot`: inputs, states before the steps, and gate gradients."""
-    xs, ps, gs, ns = buffers
-    x_ptr, hs_ptr, h0_ptr, _, reset_h_ptr, _, _, dxp_ptr = arrays
-    first_unit, first_gate, _, end = tile
+    D: gl.constexpr = config.D
+    H: gl.constexpr = config.H
+    W: gl.constexpr = config.W
+    T, B, first_unit, first_gate, _, end = tile
     live = (row < end)[:, None]
     wide_row = row.to(gl.int64)[:, None]
     unit = (first_unit + cols)[None, :]
     gate = (first_gate + cols)[None, :]
     at = row % (T * B)  # index into the [T, B] of a group
-    if REVERSE:
+    if config.REVERSE:
         first = at >= (T - 1) * B
         before = wide_row + B
         sequence = row // (T * B) * B + at - (T - 1) * B
@@ -90,40 +139,38 @@ def _copy(
         first = at < B
         before = wide_row - B
         sequence = row // (T * B) * B + at
-    state = gl.where(first[:, None], h0_ptr + sequence.to(gl.int64)[:, None] * H, hs_ptr + before * H)
+    state = gl.where(first[:, None], arrays.h0_ptr + sequence.to(gl.int64)[:, None] * H, arrays.hs_ptr + before * H)
     kept = live & (unit < H)
-    if RESET_STATE == RESET_ZEROS:
+    if config.RESET_STATE == RESET_ZEROS:
         kept = kept & goes_on[:, None]
     else:
         new = wide_row
-        if RESET_STATE == RESET_FIXED:
+        if config.RESET_STATE == RESET_FIXED:
             new = (row // (T * B) * B + at % B).to(gl.int64)[:, None]
-        state = gl.where(goes_on[:, None], state, reset_h_ptr + new * H)
+        state = gl.where(goes_on[:, None], state, arrays.reset_h_ptr + new * H)
     state = gl.multiple_of(state, [16, 16])  # the compiler loses the alignment where it selects one of two pointers
-    async_load(xs.index(slot), x_ptr + wide_row * D + unit, mask=live & (unit < D))
-    async_load(ps.index(slot), state + unit, mask=kept)
-    async_load(gs.index(slot), dxp_ptr + wide_row * W + gate, mask=live & (gate < W))
-    if dhn_ptr is not None:
-        async_load(ns.index(slot), dhn_ptr + wide_row * H + (gate - (W - H)), mask=live & (gate < W))
+    async_load(buffers.xs.index(slot), arrays.x_ptr + wide_row * D + unit, mask=live & (unit < D))
+    async_load(buffers.ps.index(slot), state + unit, mask=kept)
+    async_load(buffers.gs.index(slot), arrays.dxp_ptr + wide_row * W + gate, mask=live & (gate < W))
+    if arrays.dhn_ptr is not None:
+        dhn = arrays.dhn_ptr + wide_row * H + (gate - (W - H))
+        async_load(buffers.ns.index(slot), dhn, mask=live & (gate < W))
     async_copy.commit_group()
 
 
 @gluon.jit
-def _prefetch(
-    buffers, arrays, dhn_ptr, tile, T, B, rows, cols, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
+def _prefetch(buffers, arrays, tile, rows, cols, config: gl.constexpr):
     """Starts the copies of the first STAGES - 1 blocks of rows.
 
     Returns whether episodes continue at the rows of the block after them.
     """
-    reset_ptr = arrays[3]
-    _, _, start, end = tile
+    ROWS: gl.constexpr = config.ROWS
+    STAGES: gl.constexpr = config.STAGES
     for stage in gl.static_range(STAGES - 1):
-        row = start + stage * ROWS + rows
-        goes_on = _load_goes_on(reset_ptr, row, end)
-        _copy(buffers, stage, arrays, dhn_ptr, row, goes_on, tile, T, B, cols, D, H, W, RESET_STATE, REVERSE)
-    return _load_goes_on(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
+        row = tile.start + stage * ROWS + rows
+        goes_on = _load_goes_on(arrays.reset_ptr, row, tile.end)
+        _copy(buffers, stage, arrays, row, goes_on, tile, cols, config)
+    return _load_goes_on(arrays.reset_ptr, tile.start + (STAGES - 1) * ROWS + rows, tile.end)
 
 
 @gluon.jit
@@ -143,18 +190,21 @@ def _store_tile(ptr, tile, first_row, first_col, ROWS: gl.constexpr, COLS: gl.co
 
 @gluon.jit
 def _store(
-    partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D: gl.constexpr, H: gl.constexpr,
-    W: gl.constexpr, SEPARATE: gl.constexpr, ACC: gl.constexpr, SUM: gl.constexpr,
+    partial_ptr, products, sums, tile, SEPARATE: gl.constexpr, ACC: gl.constexpr, SUM: gl.constexpr,
+    config: gl.constexpr,
 ):  # fmt: skip
     """Stores the two products and, in the programs of the first units, the sums for the biases."""
-    _store_tile(partial_ptr, product_x, first_unit, first_gate, D, W, ACC)
-    _store_tile(partial_ptr + D * W, product_h, first_unit, first_gate, H, W, ACC)
-    if first_unit == 0:
-        gate = first_gate + gl.arange(0, 128, gl.SliceLayout(0, SUM))
+    D: gl.constexpr = config.D
+    H: gl.constexpr = config.H
+    W: gl.constexpr = config.W
+    _store_tile(partial_ptr, products[0], tile.first_unit, tile.first_gate, D, W, ACC)
+    _store_tile(partial_ptr + D * W, products[1], tile.first_unit, tile.first_gate, H, W, ACC)
+    if tile.first_unit == 0:
+        gate = tile.first_gate + gl.arange(0, 128, gl.SliceLayout(0, SUM))
         sums_ptr = partial_ptr + (D + H) * W
-        gl.store(sums_ptr + gate, gl.sum(sum_x, 0), mask=gate < W)
+        gl.store(sums_ptr + gate, gl.sum(sums[0], 0), mask=gate < W)
         if SEPARATE:
-            gl.store(sums_ptr + H + gate, gl.sum(sum_h, 0), mask=gate < W)
+            gl.store(sums_ptr + H + gate, gl.sum(sums[1], 0), mask=gate < W)
 
 
 @gluon.jit
@@ -162,7 +212,7 @@ def _multiply(
     buffers, slot, k, product_x, product_h, SEPARATE: gl.constexpr, DEPTH: gl.constexpr, ACC: gl.constexpr
 ):  # fmt: skip
     """Adds the products of DEPTH rows of a slot, from row k on, by mma.sync: operands go through registers."""
-    xs, ps, gs, ns = buffers
+    xs, ps, gs, ns, _, _ = buffers
     WIDE: gl.constexpr = xs.dtype == gl.float32
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 1 if WIDE else 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 1 if WIDE else 2)
@@ -180,33 +230,17 @@ def _multiply(
 
 
 @gluon.jit
-def _add_up(
-    buffers, transposed, arrays, dhn_ptr, partial_ptr, tile, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr, WGMMA: gl.constexpr,
-):  # fmt: skip
-    """Computes the sums over a program's shard of the rows.
-
-    Args:
-      buffers: shared memory for STAGES blocks of rows of inputs, states, gate gradients, and gradients of the last
-        gate's hidden product.
-      transposed: for wgmma with TF32, shared memory for a block of both kinds of gradients, contiguous along the rows.
-      arrays: the pointers from `x_ptr` to `dxp_ptr` of the kernel.
-      dhn_ptr: gradients of the last gate's hidden product if the columns of the program belong to that gate, else None.
-      partial_ptr: where the program's sums go.
-      tile: the program's first unit, first gate, first row, and the row after its last one.
-      T: number of steps.
-      B: number of sequences of a group.
-      D, H, W, ROWS, STAGES, RESET_STATE, REVERSE: the constants of the kernel.
-      WGMMA: whether the products use wgmma; otherwise they use mma.sync.
-    """
-    xs, ps, gs, ns = buffers
-    gt, nt = transposed
-    reset_ptr, scale_ptr, x_mean_ptr = arrays[3], arrays[5], arrays[6]
-    first_unit, first_gate, start, end = tile
+def _add_up(buffers, arrays, partial_ptr, tile, config: gl.constexpr):
+    """Computes the sums over a program's shard of the rows, and stores them from `partial_ptr` on."""
+    ROWS: gl.constexpr = config.ROWS
+    STAGES: gl.constexpr = config.STAGES
+    WGMMA: gl.constexpr = config.WGMMA
+    xs, ps, gs, ns, gt, nt = buffers
+    start, end = tile.start, tile.end
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = xs.dtype == gl.float32
     TRANSPOSES: gl.constexpr = WIDE and WGMMA
-    SEPARATE: gl.constexpr = dhn_ptr is not None
+    SEPARATE: gl.constexpr = arrays.dhn_ptr is not None
     DEPTH: gl.constexpr = 16  # rows of one product by mma.sync, the fewest that Triton allows
     ACC: gl.constexpr = (
         gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 8 if WIDE else 16])
@@ -227,11 +261,9 @@ def _add_up(
     sum_x = gl.zeros([SUMMED, 128], gl.float32, SUM)
     sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
     sum_m = sum_h
-    goes_on = _prefetch(
-        buffers, arrays, dhn_ptr, tile, T, B, rows, cols, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE
-    )  # fmt: skip
-    scales = _load_by_row(scale_ptr, start, end, ROWS, SUMMED, SUM)
-    means = _load_by_row(x_mean_ptr, start, end, ROWS, SUMMED, SUM)
+    goes_on = _prefetch(buffers, arrays, tile, rows, cols, config)
+    scales = _load_by_row(arrays.scale_ptr, start, end, ROWS, SUMMED, SUM)
+    means = _load_by_row(arrays.x_mean_ptr, start, end, ROWS, SUMMED, SUM)
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
@@ -248,8 +280,8 @@ def _add_up(
         elif WGMMA:
             product_x = warpgroup_mma(xs.index(slot).permute([1, 0]), gs.index(slot), product_x, is_async=True)
             product_h = warpgroup_mma(ps.index(slot).permute([1, 0]), ns.index(slot), product_h, is_async=True)
-        _copy(buffers, into, arrays, dhn_ptr, row, goes_on, tile, T, B, cols, D, H, W, RESET_STATE, REVERSE)
-        goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
+        _copy(buffers, into, arrays, row, goes_on, tile, cols, config)
+        goes_on = _load_goes_on(arrays.reset_ptr, row + ROWS, end)
         if TRANSPOSES:
             fence_async_shared()
             barrier()
@@ -266,25 +298,24 @@ def _add_up(
                 sum_x, sum_m = _add_to_sums(sum_x, sum_m, g, scales, means, k)
                 if SEPARATE:
                     sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
-        scales = _load_by_row(scale_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
-        means = _load_by_row(x_mean_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
+        scales = _load_by_row(arrays.scale_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
+        means = _load_by_row(arrays.x_mean_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
         if WGMMA:
             product_x, product_h = warpgroup_mma_wait(num_outstanding=0, deps=[product_x, product_h])
         slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
     async_copy.wait_group(0)
-    if x_mean_ptr is not None:
+    if arrays.x_mean_ptr is not None:
         gl.static_assert(not SEPARATE)  # the gradients that multiply states are then dxp
         product_h -= gl.convert_layout(gl.sum(sum_m, 0), gl.SliceLayout(0, ACC))[None, :]
-    _store(
-        partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, SUM
-    )  # fmt: skip
+    _store(partial_ptr, (product_x, product_h), (sum_x, sum_h), tile, SEPARATE, ACC, SUM, config)
 
 
 @gluon.jit
-def _locate(
-    partial_ptr, rows, shard_rows, programs, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, SEPARATE: gl.constexpr
-):  # fmt: skip
-    """Locates the tile of this program (see `_add_up`), and where its sums go."""
+def _locate(partial_ptr, rows, shard_rows, programs, T, B, SEPARATE: gl.constexpr, config: gl.constexpr):
+    """Locates the tile of this program, and where its sums go."""
+    D: gl.constexpr = config.D
+    H: gl.constexpr = config.H
+    W: gl.constexpr = config.W
     unit_tiles: gl.constexpr = ((D if D > H else H) + 127) // 128
     tiles: gl.constexpr = unit_tiles * ((W + 127) // 128)
     tile = gl.program_id(0) % tiles
@@ -293,20 +324,14 @@ def _locate(
     start = model * rows + program % programs * shard_rows
     TOTAL: gl.constexpr = (D + H + 1) * W + (H if SEPARATE else 0)
     end = gl.minimum(start + shard_rows, (model + 1) * rows)
-    return (tile % unit_tiles * 128, tile // unit_tiles * 128, start, end), partial_ptr + program.to(gl.int64) * TOTAL
+    first_unit, first_gate = tile % unit_tiles * 128, tile // unit_tiles * 128
+    partial_ptr += program.to(gl.int64) * TOTAL
+    return _Tile(T.to(gl.int32), B.to(gl.int32), first_unit, first_gate, start, end), partial_ptr
 
 
 @gluon.jit(do_not_specialize=["rows", "shard_rows", "programs", "T", "B"])
 def weight_grads_kernel(
-    x_ptr,        # [S, rows, D] inputs; the rows are [G, T, B]: groups, steps and sequences
-    hs_ptr,       # [S, rows, H] states after each step
-    h0_ptr,       # [S, rows / T, H] states before the first step
-    reset_ptr,    # [S, rows] nonzero where an episode begins, or None
-    reset_h_ptr,  # [S, rows / T, H] or [S, rows, H] by RESET_STATE: states from which episodes begin, or None
-    scale_ptr,    # [S, rows] float32: the factors of the norm that the gates see, or None
-    x_mean_ptr,   # [S, rows] float32: the means of the inputs for LayerNorm, which x is without, or None
-    dxp_ptr,      # [S, rows, W] gradients of the gates before their activations
-    dhn_ptr,      # [S, rows, H] gradients of the last gate's hidden product where they differ from dxp, or None
+    x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, x_mean_ptr, dxp_ptr, dhn_ptr,
     partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's shard
     rows,         # rows of a model
     shard_rows,   # rows of a program, a multiple of ROWS
@@ -315,6 +340,7 @@ def weight_grads_kernel(
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     RESET_STATE: gl.constexpr, REVERSE: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
+    """Computes the sums of a shard of the rows; the arrays that it reads are those of `_Arrays`."""
     TYPE: gl.constexpr = x_ptr.dtype.element_ty
     WIDE: gl.constexpr = TYPE == gl.float32
     TRANSPOSES: gl.constexpr = WIDE and WGMMA
@@ -325,35 +351,25 @@ def weight_grads_kernel(
         gl.SwizzledSharedLayout(8, 1, 4, [1, 0]) if WIDE else gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
     )
     GRAD_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 8, [1, 0]) if TRANSPOSES else STATE_LAYOUT
-    tile, partial_ptr = _locate(partial_ptr, rows, shard_rows, programs, D, H, W, SEPARATE)
-    T = T.to(gl.int32)
-    B = B.to(gl.int32)
-    arrays = (x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, x_mean_ptr, dxp_ptr)
+    config: gl.constexpr = _Config(D, H, W, ROWS, STAGES, RESET_STATE, REVERSE, WGMMA)
+    tile, partial_ptr = _locate(partial_ptr, rows, shard_rows, programs, T, B, SEPARATE, config)
+    arrays = _Arrays(x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, x_mean_ptr, dxp_ptr, dhn_ptr)
+    # without dhn: what a program reads whose columns do not belong to a separate last gate
+    others = _Arrays(x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, x_mean_ptr, dxp_ptr, None)
     xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], STATE_LAYOUT)
     ps = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], STATE_LAYOUT)
     gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GRAD_LAYOUT)
-    ns = gs
     gt = gs
-    nt = gs
     if TRANSPOSES:
         gt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
-        nt = gt
     if SEPARATE:
         ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GRAD_LAYOUT)
+        nt = ns
         if TRANSPOSES:
             nt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
-        if tile[1] >= W - H:
-            _add_up(
-                (xs, ps, gs, ns), (gt, nt), arrays, dhn_ptr, partial_ptr, tile, T, B, D, H, W, ROWS, STAGES,
-                RESET_STATE, REVERSE, WGMMA,
-            )  # fmt: skip
+        if tile.first_gate >= W - H:
+            _add_up(_Buffers(xs, ps, gs, ns, gt, nt), arrays, partial_ptr, tile, config)
         else:
-            _add_up(
-                (xs, ps, gs, gs), (gt, gt), arrays, None, partial_ptr, tile, T, B, D, H, W, ROWS, STAGES, RESET_STATE,
-                REVERSE, WGMMA,
-            )  # fmt: skip
+            _add_up(_Buffers(xs, ps, gs, gs, gt, gt), others, partial_ptr, tile, config)
     else:
-        _add_up(
-            (xs, ps, gs, gs), (gt, gt), arrays, None, partial_ptr, tile, T, B, D, H, W, ROWS, STAGES, RESET_STATE,
-            REVERSE, WGMMA,
-        )  # fmt: skip
+        _add_up(_Buffers(xs, ps, gs, gs, gt, gt), others, partial_ptr, tile, config)

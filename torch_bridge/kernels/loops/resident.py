@@ -271,9 +271,7 @@ def _store_results(i, states, saved, of_norm, a, tile, config: gl.constexpr):
     at = rows * config.H + unit
     store_states(a.hs_ptr, a.cs_ptr, at, states, live)
     if a.local_grads_ptr is not None:
-        store_residuals(
-            a.local_grads_ptr, a.dc_dh_ptr, a.carry_gate_ptr, rows, unit, live, saved, config.H, config.COUNT
-        )  # fmt: skip
+        store_residuals(a, rows, unit, live, saved, config.H, config.COUNT)
         if a.norm_state_ptr is not None:
             gl.store(a.norm_state_ptr + at, of_norm[0], mask=live)
             gl.store(a.scale_ptr + step_rows, of_norm[1], mask=tile.mask_q & (i >= 0) & (i < T))
@@ -475,9 +473,7 @@ def _load_saved(a, tile, rows, H: gl.constexpr, COUNT: gl.constexpr, PACKED: gl.
     if a.norm_state_ptr is not None:
         norm_state = gl.load(a.norm_state_ptr + rows[None, :] * H + tile.unit[:, None], mask=tile.mask, other=0.0)
         of_norm = (norm_state, gl.load(a.scale_ptr + rows, mask=tile.mask_q, other=1.0))
-    saved = load_residuals(
-        a.local_grads_ptr, a.dc_dh_ptr, a.carry_gate_ptr, rows[None, :], tile.unit[:, None], tile.mask, H, COUNT, PACKED
-    )
+    saved = load_residuals(a, rows[None, :], tile.unit[:, None], tile.mask, H, COUNT, PACKED)
     return saved, load_resets(a.reset_ptr, rows, tile.mask_q), of_norm
 
 

@@ -9,7 +9,7 @@ its own units in registers. The forward kernel supports only zeros as reset stat
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels import names
+from torch_bridge.kernels import arrays, names
 from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
@@ -48,7 +48,7 @@ from torch_bridge.kernels.loops.rows_common import (
     store_operand_rows,
     wait_for_flags,
 )
-from torch_bridge.kernels.loops.split_common import opaque_zero
+from torch_bridge.kernels.loops.split_common import Place, opaque_zero
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("rows", "fwd"))
@@ -69,9 +69,14 @@ def forward_kernel(
     COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
+    a = arrays.Forward(
+        w_hh_t_ptr, b_hn_ptr, None, None, xp_ptr, None, None, h0_ptr, c0_ptr, reset_ptr, None, None, hs_ptr, cs_ptr,
+        h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, None, None,
+    )  # fmt: skip
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
+    place = Place(workers, worker, split)
     weights = allocate_weights(GATES, SPLITS, 1, exchange_ptr.dtype.element_ty)
     zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
     unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
@@ -93,11 +98,11 @@ def forward_kernel(
         reset = load_resets(reset_ptr, rows, mask_q)
         sent += 1
         scale = send_state_rows(
-            exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
+            exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, place, SPLITS, SCALED
         )
         for i in range(T):
-            # equals worker, which the compiler cannot tell: else addresses would stay in registers for the whole loop
-            opaque_worker = worker + opaque_zero(i)
+            # equals `place`, which the compiler cannot tell: else addresses would stay in registers for the whole loop
+            opaque_place = Place(workers, worker + opaque_zero(i), split)
             next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
             first = (split + opaque_zero(i)) * 32
             prefetch_rows(xp_ptr, next_rows, first, GATES, H, GATES * H)
@@ -105,8 +110,8 @@ def forward_kernel(
             if reset_ptr is not None:
                 before = start_afresh(states, reset[:, None])
                 reset = load_reset(reset_ptr, next_rows, mask_q)
-            wait_for_flags(barrier_ptr, opaque_worker, sent, SPLITS)
-            operands = box(exchange_ptr, sent, workers, opaque_worker, BLOCK_B * SPLITS * 32)
+            wait_for_flags(barrier_ptr, opaque_place, sent, SPLITS)
+            operands = box(exchange_ptr, sent, opaque_place, BLOCK_B * SPLITS * 32)
             products = multiply_states(weights, operands, zeros, i, GATES)
             x = load_inputs(xp_ptr + rows[:, None] * (GATES * H) + unit[None, :], mask, H, GATES)
             if SCALED:
@@ -116,16 +121,13 @@ def forward_kernel(
             if i + 1 < T:
                 sent += 1
                 scale = send_state_rows(
-                    exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, workers, opaque_worker, split,
-                    SPLITS, SCALED,
-                )  # fmt: skip
+                    exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, opaque_place, SPLITS, SCALED
+                )
             store_states(hs_ptr, cs_ptr, rows[:, None] * H + unit[None, :], states, mask)
             if local_grads_ptr is not None:
                 local_grads, factors = RESIDUALS(activations, before)
                 saved = pack_residuals(local_grads, factors, dc_dh_ptr)
-                store_residuals(
-                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, saved, H, COUNT
-                )  # fmt: skip
+                store_residuals(a, rows[:, None], unit[None, :], mask, saved, H, COUNT)
             rows = next_rows
         store_states(h_last_ptr, c_last_ptr, last, states, mask)
 
@@ -161,9 +163,14 @@ def backward_kernel(
     TERMS: gl.constexpr = 2.0 + STATES  # of the upper bound `bound`
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
+    a = arrays.Backward(
+        w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, None, None, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr,
+        dc_last_ptr, dxp_ptr, dhn_ptr, None, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    )  # fmt: skip
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
+    place = Place(workers, worker, split)
     weights = allocate_weights(GATES, SPLITS, PARTS, exchange_ptr.dtype.element_ty)
     zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
     unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
@@ -181,9 +188,7 @@ def backward_kernel(
         if STATES > 1:
             dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, stride, REVERSE)
-        saved = load_residuals(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, PACKED
-        )  # fmt: skip
+        saved = load_residuals(a, rows[:, None], unit[None, :], mask, H, COUNT, PACKED)
         reset = load_resets(reset_ptr, rows, mask_q)
         dc_out = zeros
         if dcs_ptr is not None:
@@ -193,9 +198,7 @@ def backward_kernel(
         bound = gl.max(zeros, axis=1)
         w_bounds = bound
         if SCALED:
-            w_bounds = exchange_bounds(
-                bounds_ptr, barrier_ptr, bound + PARTS * w_bound, sent + 1, workers, worker, split, SPLITS, ACC
-            )
+            w_bounds = exchange_bounds(bounds_ptr, barrier_ptr, bound + PARTS * w_bound, sent + 1, place, SPLITS, ACC)
             if STATES == 1:
                 largest = gl.abs(dh + dh_out.to(gl.float32))
             else:
@@ -203,14 +206,14 @@ def backward_kernel(
             if dcs_ptr is not None:
                 largest += gl.abs(dc_out)
             bound = gl.max(largest, axis=1)
-            bound = exchange_bounds(bounds_ptr, barrier_ptr, bound, sent + 2, workers, worker, split, SPLITS, ACC)
+            bound = exchange_bounds(bounds_ptr, barrier_ptr, bound, sent + 2, place, SPLITS, ACC)
             sent += 2
         if dcs_ptr is not None:
             dc += dc_out
         # A step starts with the gradient of its output c in `dc`, and adds that of its output h to `dh` itself.
         for i in range(T):
-            # equals worker, which the compiler cannot tell: else addresses would stay in registers for the whole loop
-            opaque_worker = worker + opaque_zero(i)
+            # equals `place`, which the compiler cannot tell: else addresses would stay in registers for the whole loop
+            opaque_place = Place(workers, worker + opaque_zero(i), split)
             dh += dh_out.to(gl.float32)
             local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
             if STATES == 1:
@@ -236,12 +239,12 @@ def backward_kernel(
                 largest += gl.abs(dh_out_next.to(gl.float32))
                 if dcs_ptr is not None:
                     largest += gl.abs(dc_out)
-                bounds = box(bounds_ptr, sent, workers, opaque_worker, BLOCK_B * 32)
+                bounds = box(bounds_ptr, sent, opaque_place, BLOCK_B * 32)
                 store_bounds(bounds, gl.max(largest, axis=1), split, ACC)
-            operands = box(exchange_ptr, sent, workers, opaque_worker, BLOCK_B * TILES * 32)
+            operands = box(exchange_ptr, sent, opaque_place, BLOCK_B * TILES * 32)
             for gate in gl.static_range(GATES):
                 store_operand_rows(operands, multiplied[gate], scale, gate * SPLITS + split, TILES, SCALED)
-            raise_flags(barrier_ptr, opaque_worker, split, sent)
+            raise_flags(barrier_ptr, opaque_place, sent)
             first = (split + opaque_zero(i)) * 32
             if PACKED:
                 prefetch_rows(local_grads_ptr, next_rows, first, 3, H, 3 * H)
@@ -270,19 +273,19 @@ def backward_kernel(
                 at = rows[:, None] * H + unit[None, :]
                 gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
 
-            wait_for_flags(barrier_ptr, opaque_worker, sent, SPLITS)
+            wait_for_flags(barrier_ptr, opaque_place, sent, SPLITS)
             product = multiply_gradients(weights, operands, split % PARTS * LENGTH, i, TILES, GATES)
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 product = product * gl.convert_layout(unscale, product.type.layout, assert_trivial=True)
             if PARTS > 1:
-                product = send_products(products_ptr, product, sent, opaque_worker, split, SPLITS, PARTS, ACC)
+                product = send_products(products_ptr, product, sent, opaque_place, SPLITS, PARTS, ACC)
             opaque_i = i + opaque_zero(i)
             dh_out = dh_out_next
             if PARTS > 1:
-                product = receive_product(products_ptr, product, sent, opaque_worker, split, SPLITS, PARTS, ACC)
+                product = receive_product(products_ptr, product, sent, opaque_place, SPLITS, PARTS, ACC)
             if SCALED:
-                bounds = box(bounds_ptr, sent, workers, worker + opaque_zero(i), BLOCK_B * 32)
+                bounds = box(bounds_ptr, sent, Place(workers, worker + opaque_zero(i), split), BLOCK_B * 32)
                 bound = TERMS * load_bounds(bounds, SPLITS, ACC)
             dh = product
             if STATES == 1 and len(carried) > 0:
@@ -293,9 +296,7 @@ def backward_kernel(
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, opaque_i + 1, T, stride, REVERSE)
-            saved = load_residuals(
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, PACKED
-            )  # fmt: skip
+            saved = load_residuals(a, rows[:, None], unit[None, :], mask, H, COUNT, PACKED)
             reset = load_resets(reset_ptr, rows, mask_q)
             dh_out_next = load_gradient_rows(
                 dhs_ptr, backward_rows(row, opaque_i + 2, T, stride, REVERSE), unit, mask, H

@@ -81,10 +81,11 @@ def _lanes():
 
 
 @gluon.jit
-def raise_flags(flags_ptr, worker, split, number):
+def raise_flags(flags_ptr, place, number):
     """Sets the flag of every warp to `number`, to signal that what the warp wrote can be read."""
     thread = _lanes()
-    address = flags_ptr.to(gl.int64) + (((worker * gl.num_warps() + thread // 32) * 32 + split) * 4).to(gl.int64)
+    flag = (place.worker * gl.num_warps() + thread // 32) * 32 + place.split
+    address = flags_ptr.to(gl.int64) + (flag * 4).to(gl.int64)
     gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -99,10 +100,10 @@ def raise_flags(flags_ptr, worker, split, number):
 
 
 @gluon.jit
-def wait_for_flags(flags_ptr, worker, number, SPLITS: gl.constexpr):
+def wait_for_flags(flags_ptr, place, number, SPLITS: gl.constexpr):
     """Waits, in every warp, until the same warp of each program has set its flag to at least `number`."""
     thread = _lanes()
-    address = flags_ptr.to(gl.int64) + ((worker * gl.num_warps() * 32 + thread) * 4).to(gl.int64)
+    address = flags_ptr.to(gl.int64) + ((place.worker * gl.num_warps() * 32 + thread) * 4).to(gl.int64)
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -120,24 +121,23 @@ def wait_for_flags(flags_ptr, worker, number, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def box(exchange_ptr, number, workers, worker, SIZE: gl.constexpr):
+def box(exchange_ptr, number, place, SIZE: gl.constexpr):
     """Returns the address of a worker's operands with this number."""
-    return exchange_ptr + ((number % 2) * workers + worker).to(gl.int64) * SIZE
+    return exchange_ptr + ((number % 2) * place.workers + place.worker).to(gl.int64) * SIZE
 
 
 @gluon.jit
 def send_state_rows(
-    exchange_ptr, flags_ptr, h, scale, reset_ptr, reset, number, workers, worker, split,
-    SPLITS: gl.constexpr, SCALED: gl.constexpr,
+    exchange_ptr, flags_ptr, h, scale, reset_ptr, reset, number, place, SPLITS: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
     """Sends the hidden state that a step starts from and returns its scale; `reset` belongs to that step."""
     if reset_ptr is not None:
         h = gl.where(reset[:, None], 0.0, h)
         if SCALED:
             scale = gl.where(reset[:, None], 2.0**14, scale)
-    share = box(exchange_ptr, number, workers, worker, h.shape[0] * SPLITS * 32)
-    store_operand_rows(share, h, scale, split, SPLITS, SCALED)
-    raise_flags(flags_ptr, worker, split, number)
+    share = box(exchange_ptr, number, place, h.shape[0] * SPLITS * 32)
+    store_operand_rows(share, h, scale, place.split, SPLITS, SCALED)
+    raise_flags(flags_ptr, place, number)
     return scale
 
 
@@ -315,14 +315,14 @@ def multiply_gradients(weights, ptr, first_tile, step, TILES: gl.constexpr, GATE
 
 
 @gluon.jit
-def send_products(ptr, product, number, worker, split, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
+def send_products(ptr, product, number, place, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
     """Sends to each other program of a group its tile of the product; returns this program's own tile.
 
     The last bit of each element sent is replaced by that of `number`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = 16 * WARPS
-    part = split % PARTS
+    part = place.split % PARTS
     own = product.reshape([ROWS, PARTS, 32])
     if PARTS == 4:
         even, odd = own.reshape([ROWS, 2, 2, 32]).permute([0, 1, 3, 2]).split()
@@ -335,7 +335,7 @@ def send_products(ptr, product, number, worker, split, SPLITS: gl.constexpr, PAR
     x = gl.convert_layout(x.reshape([WARPS, 32, 4 * PARTS, 4]), LAYOUT, assert_trivial=True)
     offset, block = _offsets(4 * PARTS, 4, 512)
     offset += block // 4 * (PARTS * ROWS * 32) + block % 4 * 128
-    box = ptr + ((worker * SPLITS + split - part).to(gl.int64) * PARTS + part) * (ROWS * 32)
+    box = ptr + ((place.worker * SPLITS + place.split - part).to(gl.int64) * PARTS + part) * (ROWS * 32)
     gl.store(box + offset, x, mask=block // 4 + offset * 0 != part)
     return own
 
@@ -371,12 +371,12 @@ def _receive_constraints(count, pack):
 
 
 @gluon.jit
-def receive_product(ptr, own, number, worker, split, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
+def receive_product(ptr, own, number, place, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
     """Returns this program's own tile plus those that the group's others sent, always added in the same order."""
     WARPS: gl.constexpr = gl.num_warps()
-    box = ptr + (worker * SPLITS + split).to(gl.int64) * (PARTS * 16 * WARPS * 32)
-    low = _receive_half(box, number % 2, split % PARTS, PARTS)
-    high = _receive_half(box + 256, number % 2, split % PARTS, PARTS)
+    box = ptr + (place.worker * SPLITS + place.split).to(gl.int64) * (PARTS * 16 * WARPS * 32)
+    low = _receive_half(box, number % 2, place.split % PARTS, PARTS)
+    high = _receive_half(box + 256, number % 2, place.split % PARTS, PARTS)
     product = gl.join(low, high).reshape([WARPS, 8, 4, 2, 2, 2, 2]).permute([0, 6, 1, 3, 4, 2, 5])
     return own + gl.convert_layout(product.reshape([16 * WARPS, 32]), ACC, assert_trivial=True)
 
@@ -443,12 +443,10 @@ def load_bounds(ptr, SPLITS: gl.constexpr, ACC: gl.constexpr):
 
 
 @gluon.jit
-def exchange_bounds(
-    bounds_ptr, flags_ptr, bound, number, workers, worker, split, SPLITS: gl.constexpr, ACC: gl.constexpr
-):  # fmt: skip
+def exchange_bounds(bounds_ptr, flags_ptr, bound, number, place, SPLITS: gl.constexpr, ACC: gl.constexpr):
     """Exchanges the programs' upper bounds, one per sequence, and returns the largest ones, `[16 * warps]`."""
-    ptr = box(bounds_ptr, number, workers, worker, bound.shape[0] * 32)
-    store_bounds(ptr, bound, split, ACC)
-    raise_flags(flags_ptr, worker, split, number)
-    wait_for_flags(flags_ptr, worker, number, SPLITS)
+    ptr = box(bounds_ptr, number, place, bound.shape[0] * 32)
+    store_bounds(ptr, bound, place.split, ACC)
+    raise_flags(flags_ptr, place, number)
+    wait_for_flags(flags_ptr, place, number, SPLITS)
     return load_bounds(ptr, SPLITS, ACC)

@@ -12,7 +12,7 @@ state. Neither kernel supports a norm.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels import names
+from torch_bridge.kernels import arrays, names
 from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
@@ -34,6 +34,7 @@ from torch_bridge.kernels.gluon_common import (
     unpack_residuals,
 )
 from torch_bridge.kernels.loops.split_common import (
+    Place,
     allocate_operands,
     allocate_weight_shard,
     first_state_scale,
@@ -68,11 +69,16 @@ def forward_kernel(
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPGROUPS], [16, BLOCK_B // WARPGROUPS, 16])
+    a = arrays.Forward(
+        w_hh_t_ptr, b_hn_ptr, None, None, xp_ptr, None, None, h0_ptr, c0_ptr, reset_ptr, None, None, hs_ptr, cs_ptr,
+        h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, None, None,
+    )  # fmt: skip
     # In these cases the registers can hold the inputs of two steps.
     PREFETCH_INPUTS: gl.constexpr = GATES < 4 or BLOCK_B // WARPGROUPS < 16
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
+    place = Place(workers, worker, split)
     weights = allocate_weight_shard(GATES, SPLITS, DTYPE)
     operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
@@ -96,9 +102,7 @@ def forward_kernel(
         x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
         reset = load_resets(reset_ptr, rows, mask_q)
         sent += 1
-        scale = send_state(
-            exchange_ptr, states[0], scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
-        )
+        scale = send_state(exchange_ptr, states[0], scale, reset_ptr, reset, sent, 1, place, SCALED, DTYPE, SPLITS)
         for i in range(T):
             # equals i, which the compiler cannot tell: else addresses of many steps would take registers
             opaque_i = i + opaque_zero(i)
@@ -109,7 +113,7 @@ def forward_kernel(
             if reset_ptr is not None:
                 before = start_afresh(states, reset[None, :])
                 reset = load_reset(reset_ptr, next_rows, mask_q)
-            receive_tile(operands, exchange_ptr, sent, workers, worker, DTYPE, SPLITS)
+            receive_tile(operands, exchange_ptr, sent, place, DTYPE, SPLITS)
             products = multiply_gates(weights, operands, zeros, i, GATES, SPLITS)
             if SCALED:
                 products = scaled(products, inverse(scale) * w_unscale)
@@ -118,17 +122,14 @@ def forward_kernel(
             more = (i + 1 < T).to(gl.int32)
             sent += more
             scale = send_state(
-                exchange_ptr, states[0], scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE,
-                SPLITS,
-            )  # fmt: skip
+                exchange_ptr, states[0], scale, reset_ptr, reset, sent, more, place, SCALED, DTYPE, SPLITS
+            )
             this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
             store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
             if local_grads_ptr is not None:
                 local_grads, factors = RESIDUALS(activations, before)
                 saved = pack_residuals(local_grads, factors, dc_dh_ptr)
-                store_residuals(
-                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
-                )  # fmt: skip
+                store_residuals(a, this_rows, unit[:, None], mask, saved, H, COUNT)
             if PREFETCH_INPUTS:
                 x = next_x
             else:
@@ -155,9 +156,14 @@ def backward_kernel(
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPGROUPS], [16, BLOCK_B // WARPGROUPS, 16])
+    a = arrays.Backward(
+        w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, None, None, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr,
+        dc_last_ptr, dxp_ptr, dhn_ptr, None, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    )  # fmt: skip
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
+    place = Place(workers, worker, split)
     weights = allocate_weight_shard(GATES, SPLITS, DTYPE)
     operands = allocate_operands(GATES, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
@@ -167,24 +173,19 @@ def backward_kernel(
         model = (item // tiles).to(gl.int64)
         w_ptr = w_hh_ptr + model * (GATES * H * H)
         w_unscale = load_weight_shard(weights, w_ptr, split, GATES * H, H, H, GATES, SPLITS, False)
-        mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         row, stride = time_order(row, model, T, B, REVERSE)
+        tile = arrays.Tile(T, seq, row, stride, unit, mask, mask_q)
         dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
         rows = row + step_time(T - 1, T, REVERSE) * stride
-        saved, reset, dys = load_saved(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H, COUNT,
-            PACKED,
-        )  # fmt: skip
+        saved, reset, dys = load_saved(a, tile, rows, H, COUNT, PACKED)
         for i in range(T):
             dh = dstates[0] + dys[0].to(gl.float32)
             local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
             grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-            saved, reset, dys = load_saved(
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q,
-                H, COUNT, PACKED,
-            )  # fmt: skip
+            saved, reset, dys = load_saved(a, tile, next_rows, H, COUNT, PACKED)
             multiplied = operands_of(grads, GATES)
             scale, unscale = zeros, zeros
             if SCALED:
@@ -194,7 +195,7 @@ def backward_kernel(
                 store_operand(operands[gate], multiplied[gate], scale, SCALED)
             parts = multiply_parts(weights, operands, zeros, i, GATES, SPLITS)
             sent += 1
-            send_partial_sums(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
+            send_partial_sums(exchange_ptr, parts, unscale, sent, place, SPLITS, SCALED)
 
             rows = row + step_time(T - 1 - i, T, REVERSE) * stride
             dxp = dxp_ptr + rows[None, :] * (GATES * H) + unit[:, None]
@@ -203,7 +204,7 @@ def backward_kernel(
                 gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
             if SEPARATE:
                 gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
-            product = receive_sum(exchange_ptr, zeros, sent, workers, worker, split, SPLITS)
+            product = receive_sum(exchange_ptr, zeros, sent, place, SPLITS)
             dstates = gradients_before(product, carried, STATES)
             if reset_ptr is not None:
                 dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)

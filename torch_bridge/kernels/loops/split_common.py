@@ -8,10 +8,11 @@ Words are double-buffered: a program sends message n + 2 after it has received n
 after they had received n, so none of them still reads the buffer. All programs must run at once, so the kernels require
 a cooperative launch.
 
-A worker is the SPLITS programs that run one tile at a time, and `split` is the index of a program in its worker. An
-item is a tile of one model. `split.py` uses most functions, and its programs have 64 units. `split_registers.py` uses
-those that send and receive words.
+A worker is the SPLITS programs that run one tile at a time. An item is a tile of one model. `split.py` uses most
+functions, and its programs have 64 units. `split_registers.py` uses those that send and receive words.
 """
+
+from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -26,6 +27,14 @@ from torch_bridge.kernels.gluon_common import (
     scale_to_float16,
     to_operand,
 )
+
+
+class Place(NamedTuple):
+    """The place of a program among those of a launch."""
+
+    workers: Any  # number of workers
+    worker: Any
+    split: Any  # index of the program in its worker
 
 
 @gluon.constexpr_function
@@ -196,13 +205,14 @@ def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: 
 
 
 @gluon.jit
-def mailbox(exchange_ptr, number, workers, worker, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
+def mailbox(exchange_ptr, number, place, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
     """Returns the address of a worker's box `box`, of BOXES of BYTES each, in the buffer that message `number` uses."""
-    return exchange_ptr.to(gl.int64) + (((number % 2) * workers + worker) * BOXES + box).to(gl.int64) * BYTES
+    nth = ((number % 2) * place.workers + place.worker) * BOXES + box
+    return exchange_ptr.to(gl.int64) + nth.to(gl.int64) * BYTES
 
 
 @gluon.jit
-def _send_tile(exchange_ptr, x, number, live, workers, worker, split, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
+def _send_tile(exchange_ptr, x, number, live, place, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
     """Sends a program's tile `[64, batch]` of operands to all programs; a word holds two sequences of a unit."""
     BATCH: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
@@ -212,14 +222,14 @@ def _send_tile(exchange_ptr, x, number, live, workers, worker, split, DTYPE: gl.
     offset = (batch // 2)[None, :] * 64 + unit[:, None]
     low, high = x.reshape([64, BATCH // 2, 2]).split()
     offset, _ = offset.reshape([64, BATCH // 2, 2]).split()
-    address = mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * 256) + offset * 8
+    address = mailbox(exchange_ptr, number, place, place.split, SPLITS, BATCH * 256) + offset * 8
     send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
 
 
 @gluon.jit
 def send_state(
-    exchange_ptr, h, scale, reset_ptr, reset, number, live, workers, worker, split,
-    SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr,
+    exchange_ptr, h, scale, reset_ptr, reset, number, live, place, SCALED: gl.constexpr, DTYPE: gl.constexpr,
+    SPLITS: gl.constexpr,
 ):  # fmt: skip
     """Sends the hidden state before a step, with the resets of that step applied, and returns its scale."""
     if reset_ptr is not None:
@@ -228,19 +238,19 @@ def send_state(
             scale = scale_after_zeros(scale, reset)
     if SCALED:
         h = h * scale
-    _send_tile(exchange_ptr, h, number, live, workers, worker, split, DTYPE, SPLITS)
+    _send_tile(exchange_ptr, h, number, live, place, DTYPE, SPLITS)
     return scale
 
 
 @gluon.jit
-def receive_tile(operands, exchange_ptr, number, workers, worker, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
+def receive_tile(operands, exchange_ptr, number, place, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
     """Receives the tiles of all programs into `operands`, SPLITS buffers of `[1, batch, 64]`."""
     BATCH: gl.constexpr = operands[0].shape[1]
     LOAD: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     batch = gl.arange(0, BATCH // 2, gl.SliceLayout(1, LOAD))
     unit = gl.arange(0, 64, gl.SliceLayout(0, LOAD))
     offset = batch[:, None] * 64 + unit[None, :]
-    address = mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * 256) + offset * 8
+    address = mailbox(exchange_ptr, number, place, 0, SPLITS, BATCH * 256) + offset * 8
     words = receive(address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), True, False)
     for part in gl.static_range(SPLITS):
         low = words[part].to(gl.int16).to(DTYPE, bitcast=True)
@@ -274,9 +284,7 @@ def add_words(words):
 
 
 @gluon.jit
-def send_partial_sums(
-    exchange_ptr, parts, unscale, number, workers, worker, split, SPLITS: gl.constexpr, SCALED: gl.constexpr
-):  # fmt: skip
+def send_partial_sums(exchange_ptr, parts, unscale, number, place, SPLITS: gl.constexpr, SCALED: gl.constexpr):
     """Sends each program its float32 tile `[64, batch]`; the last bit of each element is replaced by `new_bit`."""
     BATCH: gl.constexpr = parts[0].shape[1]
     LAYOUT: gl.constexpr = parts[0].type.layout
@@ -287,19 +295,19 @@ def send_partial_sums(
         part = parts[to]
         if SCALED:
             part = part * unscale
-        box = mailbox(exchange_ptr, number, workers, worker, to * SPLITS + split, SPLITS * SPLITS, BATCH * 256)
+        box = mailbox(exchange_ptr, number, place, to * SPLITS + place.split, SPLITS * SPLITS, BATCH * 256)
         send(box + offset * 4, to_word(part, number))
 
 
 @gluon.jit
-def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.constexpr):
+def receive_sum(exchange_ptr, zeros, number, place, SPLITS: gl.constexpr):
     """Returns the sum of the tiles that all programs sent to this one, always added in the same order."""
     BATCH: gl.constexpr = zeros.shape[1]
     LAYOUT: gl.constexpr = zeros.type.layout
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     batch = gl.arange(0, BATCH, gl.SliceLayout(0, LAYOUT))
     offset = batch[None, :] * 64 + unit[:, None]
-    box = mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * 256)
+    box = mailbox(exchange_ptr, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * 256)
     bit = offset * 0 + new_bit(number)
     words = receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False, False)
     total = zeros

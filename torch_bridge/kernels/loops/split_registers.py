@@ -22,7 +22,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels import names
+from torch_bridge.kernels import arrays, names
 from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_STEPPED,
@@ -64,6 +64,7 @@ from torch_bridge.kernels.gluon_common import (
     unpack_residuals,
 )
 from torch_bridge.kernels.loops.split_common import (
+    Place,
     add_words,
     first_state_scale,
     locate,
@@ -190,26 +191,27 @@ def _load_resets(reset_ptr, rows, mask_q, lane_rows, lane_mask, RESET_STATE: gl.
 
 @gluon.jit
 def _start_step(
-    states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, rows, unit, own, mask, mask_q,
+    states, scale, fixed, fixed_scale, resets, rows, a, tile,
     RESET_STATE: gl.constexpr, H: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Returns the states from which the step at `rows` starts, and the scale of each sequence's hidden states.
 
     `resets` are what `_load_resets` returned for this step. `fixed_scale` is the scale after a reset to the states
-    `fixed`.
+    `fixed`. `a` are the arrays.
     """
     SHAPE: gl.constexpr = states[0].shape
     LAYOUT: gl.constexpr = states[0].type.layout
     reset, by_lane = resets
-    if reset_ptr is not None:
+    if a.reset_ptr is not None:
         if RESET_STATE == RESET_STEPPED:
             # a branch, because the scale of new states is a maximum over the units of all programs
             if gl.max(by_lane.to(gl.int32), axis=0) > 0:
-                at = rows[None, :] * H + unit[:, None]
-                fresh = load_states(reset_h_ptr, reset_c_ptr, at, mask & reset[None, :])
+                at = rows[None, :] * H + tile.unit[:, None]
+                fresh = load_states(a.reset_h_ptr, a.reset_c_ptr, at, tile.mask & reset[None, :])
                 if SCALED:
                     nothing = gl.zeros(SHAPE, gl.float32, LAYOUT)
-                    new = first_state_scale(reset_h_ptr, nothing, rows, own, mask_q & reset, H, SPLITS)
+                    own = gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT))
+                    new = first_state_scale(a.reset_h_ptr, nothing, rows, own, tile.mask_q & reset, H, SPLITS)
                     scale = gl.where(reset[None, :], new[None, :], scale)
                 states = select_states(reset[None, :], fresh, states)
         else:
@@ -221,8 +223,7 @@ def _start_step(
 
 @gluon.jit
 def _send_state(
-    exchange_ptr, h, scale, number, live, workers, worker, split,
-    SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr,
+    exchange_ptr, h, scale, number, live, place, SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
     """Sends the hidden state that a step starts from to all programs; a word holds two adjacent units of a sequence."""
     BLOCK_H: gl.constexpr = h.shape[0]
@@ -234,7 +235,7 @@ def _send_state(
     pair = gl.arange(0, BLOCK_H // 2, gl.SliceLayout(1, low.type.layout))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, low.type.layout))
     offset = sequence[None, :] * (BLOCK_H // 2) + pair[:, None]
-    address = mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
+    address = mailbox(exchange_ptr, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
 
 
@@ -253,7 +254,7 @@ def _stack(values):
 
 @gluon.jit
 def _receive_state(
-    operand, exchange_ptr, number, workers, worker, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr
+    operand, exchange_ptr, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr
 ):  # fmt: skip
     """Receives the hidden state of all programs into `operand`, `[groups, batch, part]`.
 
@@ -268,7 +269,7 @@ def _receive_state(
     sequence = gl.arange(0, BATCH, gl.SliceLayout(1, LOAD))
     box, within = pair // (BLOCK_H // 2), pair % (BLOCK_H // 2)
     offset = (box * (BATCH * BLOCK_H // 2) + within)[None, :] + sequence[:, None] * (BLOCK_H // 2)
-    address = mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
+    address = mailbox(exchange_ptr, number, place, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     COUNT: gl.constexpr = SPLITS * BLOCK_H // 64
     words = receive(address, offset * 0 + number, COUNT, BATCH * 256, BATCH // gl.num_warps(), True, True)
     low, high = (), ()
@@ -356,9 +357,15 @@ def forward_kernel(
     # both without conflicts between banks, as far as BLOCK_H allows
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     TERMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, BLOCK_H // 16, [1, 2, 0])
+    a = arrays.Forward(
+        w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
+        reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+        norm_state_ptr, scale_ptr,
+    )  # fmt: skip
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
+    place = Place(workers, worker, split)
     zeros = gl.zeros([GROUPS, BLOCK_H, BLOCK_B], gl.float32, ACC)
     own = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     unit = split * BLOCK_H + own
@@ -382,6 +389,7 @@ def forward_kernel(
         while item < end:
             mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
             row, stride = time_order(row, model, T, B, REVERSE)
+            tile = arrays.Tile(T, seq, row, stride, unit, mask, mask_q)
             lane_row, lane_mask = gl.convert_layout(row, BY_LANE), gl.convert_layout(mask_q, BY_LANE)
             states = load_states(h0_ptr, c0_ptr, last, mask)
             fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, last, mask, RESET_STATE)
@@ -397,11 +405,10 @@ def forward_kernel(
             statistics = load_statistics(x_norm_ptr, x_mean_ptr, row + first, mask_q)
             resets = _load_resets(reset_ptr, row + first, mask_q, lane_row + first, lane_mask, RESET_STATE)
             before, scale = _start_step(
-                states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, row + first, unit, own,
-                mask, mask_q, RESET_STATE, H, SPLITS, SCALED,
-            )  # fmt: skip
+                states, scale, fixed, fixed_scale, resets, row + first, a, tile, RESET_STATE, H, SPLITS, SCALED
+            )
             sent += 1
-            _send_state(exchange_ptr, before[0], scale, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS)
+            _send_state(exchange_ptr, before[0], scale, sent, 1, place, SCALED, DTYPE, SPLITS)
             for i in range(T):
                 # equals i, which the compiler cannot tell: else addresses of many steps would take registers
                 opaque_i = i + opaque_zero(i)
@@ -410,7 +417,7 @@ def forward_kernel(
                 next_statistics = load_statistics(x_norm_ptr, x_mean_ptr, next_rows, mask_q)
                 next_lane_rows = forward_rows(lane_row, opaque_i + 1, T, stride, REVERSE)
                 resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
-                received = _receive_state(operand, exchange_ptr, sent, workers, worker, BLOCK_H, SPLITS, SUMS)
+                received = _receive_state(operand, exchange_ptr, sent, place, BLOCK_H, SPLITS, SUMS)
                 products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
                 if SCALED:
                     products = scaled(products, inverse(scale) * w_unscale)
@@ -430,18 +437,15 @@ def forward_kernel(
                         norm_state = normalized_state(before[0], of_state, statistics, norm_scale, H, NORM_WIDTH)
                     saved = pack_residuals(local_grads, factors, dc_dh_ptr)
                 before, scale = _start_step(
-                    states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, unit,
-                    own, mask, mask_q, RESET_STATE, H, SPLITS, SCALED,
-                )  # fmt: skip
+                    states, scale, fixed, fixed_scale, resets, next_rows, a, tile, RESET_STATE, H, SPLITS, SCALED
+                )
                 more = (i + 1 < T).to(gl.int32)
                 sent += more
-                _send_state(exchange_ptr, before[0], scale, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS)
+                _send_state(exchange_ptr, before[0], scale, sent, more, place, SCALED, DTYPE, SPLITS)
                 this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
                 store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
                 if local_grads_ptr is not None:
-                    store_residuals(
-                        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
-                    )  # fmt: skip
+                    store_residuals(a, this_rows, unit[:, None], mask, saved, H, COUNT)
                     if NORM_WIDTH > 0:
                         stored = norm_state.to(norm_state_ptr.dtype.element_ty)
                         gl.store(norm_state_ptr + this_rows * H + unit[:, None], stored, mask=mask)
@@ -471,9 +475,7 @@ def _multiply_columns(weights, operands, zeros, SIDE_BY_SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _send_parts(
-    exchange_ptr, parts, number, workers, worker, split, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr
-):  # fmt: skip
+def _send_parts(exchange_ptr, parts, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr):
     """Sends each program the part of the float32 tile `parts`, `[units, batch]`, that belongs to its units.
 
     The last bit of each element is replaced by `new_bit`.
@@ -487,7 +489,7 @@ def _send_parts(
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     offset = (receiver * (SPLITS * BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H
     offset += unit[None, :, None]
-    address = mailbox(exchange_ptr, number, workers, worker, split, SPLITS * SPLITS, BATCH * BLOCK_H * 4) + offset * 4
+    address = mailbox(exchange_ptr, number, place, place.split, SPLITS * SPLITS, BATCH * BLOCK_H * 4) + offset * 4
     word = to_word(parts, number)
     if RECEIVERS == SPLITS:
         send(address, word)
@@ -497,8 +499,7 @@ def _send_parts(
 
 @gluon.jit
 def _receive_parts(
-    exchange_ptr, number, workers, worker, split, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr,
-    PARTS: gl.constexpr,
+    exchange_ptr, number, place, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr
 ):  # fmt: skip
     """Returns the sum of the tiles that all programs sent to this one, always added in the same order.
 
@@ -510,25 +511,24 @@ def _receive_parts(
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
     offset = (sender * (BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H + unit[None, :, None]
-    address = mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
+    address = mailbox(exchange_ptr, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
     bit = offset * 0 + new_bit(number)
     words = receive(address + offset * 4, bit, COUNT, BATCH * 256, 2 * BATCH // gl.num_warps(), False, True)
     return gl.sum(add_words(words), axis=0)
 
 
 @gluon.jit
-def _send_sum(sums_ptr, total, number, workers, worker, split, SPLITS: gl.constexpr):
+def _send_sum(sums_ptr, total, number, place, SPLITS: gl.constexpr):
     """Sends one float32 per sequence, `[batch]`, to all programs; its last bit is replaced by `new_bit`."""
     BATCH: gl.constexpr = total.shape[0]
     sequence = gl.arange(0, BATCH, total.type.layout)
-    address = mailbox(sums_ptr, number, workers, worker, split, SPLITS, BATCH * 4) + sequence * 4
+    address = mailbox(sums_ptr, number, place, place.split, SPLITS, BATCH * 4) + sequence * 4
     send(address, to_word(total, number))
 
 
 @gluon.jit
 def _receive_sum(
-    sums_ptr, number, workers, worker, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr,
-    PARTS: gl.constexpr,
+    sums_ptr, number, place, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr
 ):  # fmt: skip
     """Returns for each sequence the sum of what all programs sent, always added in the same order."""
     LANES: gl.constexpr = 64 // BLOCK_H  # the lanes take turns with the programs, as in `_receive_parts`
@@ -536,7 +536,7 @@ def _receive_sum(
     sender = gl.arange(0, LANES, gl.SliceLayout(1, BY_SENDER))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, BY_SENDER))
     offset = (sender * BATCH)[:, None] + sequence[None, :]
-    address = mailbox(sums_ptr, number, workers, worker, 0, SPLITS, BATCH * 4) + offset * 4
+    address = mailbox(sums_ptr, number, place, 0, SPLITS, BATCH * 4) + offset * 4
     COUNT: gl.constexpr = SPLITS // LANES
     words = receive(
         address, offset * 0 + new_bit(number), COUNT, LANES * BATCH * 4, BATCH // gl.num_warps(), False, True
@@ -577,9 +577,14 @@ def backward_kernel(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     PARTS: gl.constexpr = _parts_layout(BLOCK_H, WARPS)
     UNITS: gl.constexpr = gl.SliceLayout(0, PARTS)
+    a = arrays.Backward(
+        w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+        dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    )  # fmt: skip
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
+    place = Place(workers, worker, split)
     zeros = gl.zeros([BLOCK_K, BLOCK_B], gl.float32, ACC)
     unit = split * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     sent = 0  # number of the latest send
@@ -595,21 +600,19 @@ def backward_kernel(
         unscales = gl.allocate_shared_memory(gl.float32, [BLOCK_B], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         end = (item // tiles + 1) * tiles
         while item < end:
-            mask_q, mask, _seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
+            mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
             row, stride = time_order(row, model, T, B, REVERSE)
+            tile = arrays.Tile(T, seq, row, stride, unit, mask, mask_q)
             dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
             rows = row + step_time(T - 1, T, REVERSE) * stride
-            saved, reset, dys = load_saved(
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H,
-                COUNT, PACKED,
-            )  # fmt: skip
+            saved, reset, dys = load_saved(a, tile, rows, H, COUNT, PACKED)
             norm_scale = _load_scale(scale_ptr, rows, mask_q)
             for i in range(T):
                 dh = dstates[0] + dys[0].to(gl.float32)
                 local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
                 if NORM_WIDTH > 0:
                     of_norm = gl.sum(rounded_product(dh, local_grads[GATES]), axis=0)
-                    _send_sum(sums_ptr, of_norm, sent + 1, workers, worker, split, SPLITS)
+                    _send_sum(sums_ptr, of_norm, sent + 1, place, SPLITS)
                     grads, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
                     grads = scaled(grads, norm_scale[0][None, :])
                 else:
@@ -617,10 +620,7 @@ def backward_kernel(
                 this_reset = reset
                 this_scale = norm_scale
                 next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-                saved, reset, dys = load_saved(
-                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask,
-                    mask_q, H, COUNT, PACKED,
-                )  # fmt: skip
+                saved, reset, dys = load_saved(a, tile, next_rows, H, COUNT, PACKED)
                 norm_scale = _load_scale(scale_ptr, next_rows, mask_q)
                 multiplied = operands_of(grads, GATES)
                 if SCALED:
@@ -633,7 +633,7 @@ def backward_kernel(
                 if SCALED:
                     parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
                 sent += 1
-                _send_parts(exchange_ptr, parts, sent, workers, worker, split, BLOCK_H, SPLITS)
+                _send_parts(exchange_ptr, parts, sent, place, BLOCK_H, SPLITS)
 
                 rows = row + step_time(T - 1 - i, T, REVERSE) * stride
                 dxp = dxp_ptr + rows[None, :] * (GATES * H) + unit[:, None]
@@ -644,10 +644,10 @@ def backward_kernel(
                     gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
                 if NORM_WIDTH > 0:
                     norm_state = gl.load(norm_state_ptr + at, mask=mask, other=0.0)
-                product = _receive_parts(exchange_ptr, sent, workers, worker, split, BLOCK_H, BLOCK_B, SPLITS, PARTS)
+                product = _receive_parts(exchange_ptr, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
                 dstates = gradients_before(product, carried, STATES)
                 if NORM_WIDTH > 0:
-                    dnorm = _receive_sum(sums_ptr, sent, workers, worker, BLOCK_H, BLOCK_B, SPLITS, PARTS)
+                    dnorm = _receive_sum(sums_ptr, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
                     gl.store(dnorm_ptr + rows, dnorm, mask=mask_q & (split == 0))
                     factor = this_scale[0] * dnorm * (1.0 / NORM_WIDTH)
                     dstates = (dstates[0] - norm_state.to(gl.float32) * factor[None, :],)
