@@ -103,11 +103,14 @@ def run(launch: Any, tensors: Mapping[str, Tensor], ordinal: int | None) -> None
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function` with autocast disabled for the device type of its first argument."""
+    """Returns `function` with autocast disabled for the device type of its first argument.
+
+    That is a tensor, or a `calls.ForwardCall`.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = args[0].device.type
+        device = (args[0] if isinstance(args[0], Tensor) else args[0].xp).device.type
         if not is_autocasting(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bridge import op_common
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional.direction import Direction
-
-Implementation = Literal["triton", "torch"] | None
-"""The type of the argument `implementation`, which `gru` describes."""
+from torch_bridge.functional.call import Call
 
 
 def check_implementation(name: Any) -> None:
@@ -136,8 +133,9 @@ def _check_w_ih(cell: CellSpec, w_ih: Tensor, inputs: int) -> None:
         )
 
 
-def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: bool) -> None:
-    """Raises ValueError unless shapes and dtypes agree, and all tensors are on the device of `xs`."""
+def check_direction(call: Call) -> None:
+    """Raises ValueError unless shapes and dtypes of one direction agree, and all tensors are on the device of `xs`."""
+    cell, xs, (one,), batch_first = call.cell, call.xs, call.directions, call.batch_first
     layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
     check_tensor("xs", xs, optional=False)
     weights = {name: getattr(one, name) for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")}

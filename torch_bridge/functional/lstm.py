@@ -8,9 +8,8 @@ from torch import Tensor
 
 from torch_bridge import rules
 from torch_bridge.cells import LSTM
-from torch_bridge.functional.checks import Implementation, check_direction
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.layer import run_direction
 from torch_bridge.rnn_ops import Precision
 
 
@@ -139,11 +138,7 @@ def lstm(
     """
     states, reset_states = split_state_pair("state", state), split_state_pair("reset_state", reset_state)
     one = Direction(w_ih, w_hh, b_ih, b_hh, w_hr, states, resets, reset_states)
-    check_direction(LSTM, xs, one, batch_first)
-    (out,) = run_layer(
-        LSTM, xs, [one], reverse=reverse, batch_first=batch_first, cells=return_cells, precision=precision,
-        implementation=implementation,
-    )  # fmt: skip
+    out = run_direction(Call(LSTM, xs, [one], reverse, batch_first, return_cells, precision, implementation))
     return (out.hs, out.cs) if return_cells else out.hs, (out.last[0], out.last[1])
 
 

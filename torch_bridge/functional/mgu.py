@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_bridge.cells import MGU
-from torch_bridge.functional.checks import Implementation, check_direction
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.layer import run_direction
 from torch_bridge.rnn_ops import Precision
 
 
@@ -67,9 +66,5 @@ def mgu(
       (torch.Size([5, 2, 4]), torch.Size([2, 4]))
     """
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
-    check_direction(MGU, xs, one, batch_first)
-    (out,) = run_layer(
-        MGU, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
-        implementation=implementation,
-    )  # fmt: skip
+    out = run_direction(Call(MGU, xs, [one], reverse, batch_first, False, precision, implementation))
     return out.hs, out.last[0]

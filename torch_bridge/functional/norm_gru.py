@@ -8,9 +8,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from torch_bridge.cells import LAYER_NORM_GRU, RMS_NORM_GRU, CellSpec
-from torch_bridge.functional.checks import Implementation, check_direction, check_epsilon, check_number, check_weight
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.checks import check_direction, check_epsilon, check_number, check_weight
+from torch_bridge.functional.layer import run
 from torch_bridge.functional.norm_weights import NormWeights, fold
 from torch_bridge.rnn_ops import Precision
 
@@ -122,11 +122,9 @@ def norm_gru(
     """
     cell, weights = cell_of(norm), NormWeights(scale_i, scale_h, shift_i, shift_h)
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
+    call = Call(cell, xs, [one], reverse, batch_first, False, precision, implementation, epsilon)
     check_constants(epsilon, update_bias)
-    check_direction(cell, xs, one, batch_first)
+    check_direction(call)
     check_norm(cell, "xs", xs, one, weights)
-    (out,) = run_layer(
-        cell, xs, [fold(cell, one, weights, update_bias)], reverse=reverse, batch_first=batch_first,
-        precision=precision, implementation=implementation, epsilon=epsilon,
-    )  # fmt: skip
+    (out,) = run(call._replace(directions=[fold(cell, one, weights, update_bias)]))
     return out.hs, out.last[0]

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from torch_bridge.cells import SIMPLE_RELU, SIMPLE_TANH, CellSpec
-from torch_bridge.functional.checks import Implementation, check_direction
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.layer import run_direction
 from torch_bridge.rnn_ops import Precision
 
 # The cell of each nonlinearity.
@@ -78,9 +77,5 @@ def rnn(
     """
     cell = cell_of(nonlinearity)
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
-    check_direction(cell, xs, one, batch_first)
-    (out,) = run_layer(
-        cell, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
-        implementation=implementation,
-    )  # fmt: skip
+    out = run_direction(Call(cell, xs, [one], reverse, batch_first, False, precision, implementation))
     return out.hs, out.last[0]

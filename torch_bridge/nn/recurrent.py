@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge import op_common, rnn_ops
-from torch_bridge.functional.checks import Implementation, check_implementation
+from torch_bridge.functional import Implementation
+from torch_bridge.functional.checks import check_implementation
 from torch_bridge.rnn_ops import Precision
 
 Device = torch.device | str | int | None
