@@ -765,9 +765,8 @@ def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
     call, (h0,), (got_new,) = seen["call"], seen["call"].states, seen["call"].reset_states
     for got, of in ((call.w_hh, given[1]), (h0, states[0]), (call.resets, resets), (got_new, new)):
         assert got.data_ptr() == of.data_ptr() and got.is_contiguous()
-    assert call.xp.is_contiguous() and call.xp.shape[:3] == call.resets.shape == (
-        (B, T, 1) if batch_first else (1, T, B)
-    )
+    outer = (B, T, 1) if batch_first else (1, T, B)
+    assert call.xp.is_contiguous() and call.xp.shape[:3] == call.resets.shape == outer
 
 
 @pytest.mark.parametrize("state", [None, "h", "bh", "tbh"])
