@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_bridge.cells import SIMPLE_RELU, SIMPLE_TANH, CellSpec
+from torch_bridge.docstrings import inherit_descriptions
 from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.gru import gru
 from torch_bridge.functional.layer import run_direction
 from torch_bridge.rnn_ops import Precision
 
@@ -22,6 +24,7 @@ def cell_of(nonlinearity: Any) -> CellSpec:
     return CELLS[nonlinearity]
 
 
+@inherit_descriptions(gru)
 def rnn(
     xs: Tensor,
     h0: Tensor | None,
@@ -46,26 +49,14 @@ def rnn(
         h' = f(W_ih x + b_ih + W_hh h + b_hh)
 
     Args:
-      xs: see `gru`.
-      h0: see `gru`.
       w_ih: `[H, D]`.
       w_hh: `[H, H]`, or `[N, H / N, H / N]` for N blocks, see `gru`.
       b_ih: `[H]` or None.
       b_hh: `[H]` or None.
       nonlinearity: "tanh" or "relu".
-      resets: see `gru`.
-      reset_state: see `gru`.
-      reverse: see `gru`.
-      batch_first: see `gru`.
-      precision: see `gru`.
-      implementation: see `gru`.
-
-    Returns:
-      `(ys, h_n)`, see `gru`.
 
     Raises:
       ValueError: the nonlinearity is unknown; see also `gru`.
-      NotImplementedError: see `gru`.
 
     Examples:
       >>> import torch
