@@ -158,7 +158,6 @@ def _scale_and_mean(h: Tensor, x_norm: Tensor, x_mean: Tensor | None, width: int
     return torch.rsqrt(variance), x_mean + difference * (hidden / width)
 
 
-@op_common.without_autocast
 def forward(x: ForwardCall, loop: Callable[..., tuple[Tensors, list[Tensor]]] = unrolled) -> dict[str, Tensor]:
     """Computes what `torch_bridge.kernels.loops.streamed.forward_kernel` does, by `unrolled` or `scanned`.
 

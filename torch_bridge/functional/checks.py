@@ -143,7 +143,8 @@ def check_direction(call: Call) -> None:
     reset_states = {name_of_reset_state(cell, s): x for s, x in zip(cell.states, one.reset_states, strict=True)}
     others = {**states, "resets": one.resets, **reset_states}
     for name, x in (weights | others).items():
-        check_tensor(name, x, optional=name not in ("w_ih", "w_hh"))
+        if not isinstance(x, Tensor):
+            check_tensor(name, x, optional=name not in ("w_ih", "w_hh"))
     if xs.ndim < 2 or not xs.is_floating_point():
         raise ValueError(f"xs must be {layout} and floating point, got {tuple(xs.shape)} of {xs.dtype}")
     op_common.check_devices("xs", xs, weights)

@@ -265,7 +265,8 @@ def run(call: Call) -> list[DirectionResult]:
     if recording:
         _tell_choice(call, layout, loop.w_hh)
     if call.implementation == "torch":
-        results = loops.forward(loop)
+        with op_common.autocast_off(loop.xp.device.type):
+            results = loops.forward(loop)
         for s, state in zip(call.cell.states, loop.states, strict=True):
             results |= {name: results[name].to(state.dtype) for name in (f"{s}s", f"{s}_last") if name in results}
     else:

@@ -32,16 +32,18 @@ def forward_types(cell: CellSpec) -> dict[str, str]:
 
 def forward_tensors(x: ForwardCall) -> list[Tensor | None]:
     """Returns the arrays of a call in the order of its operator's arguments, of which they are the first."""
-    names = (*x.cell.norm_weights, *x.cell.norm_inputs)
     last_gate = (x.b_hn,) if x.cell.last_gate_separate else ()
-    return [x.xp, x.w_hh, *last_gate, *(getattr(x.norm, name) for name in names), *x.states, x.resets, *x.reset_states]
+    of_norm: list[Tensor | None] = []
+    if x.norm is not None:
+        of_norm = [getattr(x.norm, name) for name in (*x.cell.norm_weights, *x.cell.norm_inputs)]
+    return [x.xp, x.w_hh, *last_gate, *of_norm, *x.states, x.resets, *x.reset_states]
 
 
-def forward_options(x: ForwardCall) -> tuple[Any, ...]:
-    """Returns the options of a call in the order of its operator's arguments."""
+def forward_options(x: ForwardCall, save: bool) -> tuple[Any, ...]:
+    """Returns the options of a call in the order of its operator's arguments; `save` takes the place of its own."""
     width = () if x.norm is None else (x.norm.width,)
     cells = (x.cells,) if len(x.cell.states) > 1 else ()
-    return x.order, x.precision, *width, *cells, x.save, x.implementation
+    return x.order, x.precision, *width, *cells, save, x.implementation
 
 
 def forward_call(cell: CellSpec, arguments: Sequence[Any]) -> ForwardCall:

@@ -45,9 +45,11 @@ def _run(
     With a listener, it tells the launch instead, and the outputs have no values.
     """
     listener, device = choice.listener(), x.w_hh.device
-    tensors = {name: array for name, array in arrays.items() if array is not None}
-    if listener is None:
-        tensors = {name: op_common.as_kernel_input(array) for name, array in tensors.items()}
+    tensors = {
+        name: op_common.as_kernel_input(array) if listener is None else array
+        for name, array in arrays.items()
+        if array is not None
+    }
     results = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outputs.items()}
     tensors |= results
     direction, weights = ("fwd", "w_hh_t") if isinstance(x, ForwardCall) else ("bwd", "w_hh")

@@ -101,7 +101,8 @@ def _reference_gradients(
     def loop(*some: Tensor) -> tuple[Tensor, ...]:
         new = dict(zip(places, some, strict=True))
         again = forward_call(cell, [new.get(i, y) for i, y in enumerate(arguments)])
-        found = loops.forward(again._replace(save=False))
+        with op_common.autocast_off(again.xp.device.type):
+            found = loops.forward(again._replace(save=False))
         return tuple(found[name].to(d.dtype) for name, d in given.items())
 
     vjp: Any = torch.func.vjp(loop, *[arguments[i] for i in places])[1]
@@ -200,7 +201,7 @@ def _define(cell: CellSpec) -> Operators:
         if not wanted or all(d is None for d in (*dsequences, *dlast)):
             return (None,) * len(names)
         if not x.save:
-            again = forward_options(x._replace(cells=False, save=True))
+            again = forward_options(x._replace(cells=False), save=True)
             found = op_common.call(forward_op, *arrays, *again)
             found = dict(zip(results, found, strict=True))
             hs, residuals = found["hs"], [found[name] for name in cell.saved]
@@ -249,6 +250,6 @@ def forward(x: ForwardCall) -> dict[str, Tensor]:
     It saves residuals if a gradient may be requested.
     """
     arrays = forward_tensors(x)
-    x = x._replace(save=op_common.wants_gradients([array for array in arrays if array is not None]))
-    results = op_common.call(OPERATORS[x.cell.name].forward, *arrays, *forward_options(x))
+    save = op_common.wants_gradients([array for array in arrays if array is not None])
+    results = op_common.call(OPERATORS[x.cell.name].forward, *arrays, *forward_options(x, save))
     return dict(zip(x.cell.forward_outputs, results, strict=True))
