@@ -9,6 +9,7 @@ from ptx import Kernel
 
 from benchmarks.problems import outputs_of
 from torch_bridge import loops
+from torch_bridge.calls import BackwardCall, ForwardCall, Norm
 from torch_bridge.cells import CELLS
 
 if TYPE_CHECKING:
@@ -79,18 +80,23 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
         norm = None
         if cell.norm:
             of_norm = {name: float64[name] for name in (*cell.norm_weights, *cell.norm_inputs)}
-            norm = loops.Norm(problem.norm_width, **of_norm)
-        results = loops.forward(
-            float64["xp"], float64["w_hh_t"], float64.get("b_hn"), [float64[f"{s}0"] for s in cell.states],
-            arrays["reset"], [float64.get(f"reset_{s}") for s in cell.states], norm, cell=cell, order=order,
-            cells=True, save=True,
+            norm = Norm(problem.norm_width, **of_norm)
+        states = tuple(float64[f"{s}0"] for s in cell.states)
+        reset_states = tuple(float64.get(f"reset_{s}") for s in cell.states)
+        call = ForwardCall(
+            cell, float64["xp"], float64["w_hh_t"], float64.get("b_hn"), states, arrays["reset"], reset_states, norm,
+            order, problem.precision, cells=True, save=True,
         )  # fmt: skip
+        results = loops.forward(call)
     else:
-        results = loops.backward(
-            float64["w_hh"].mT, {name: float64[name] for name in cell.saved}, arrays["reset"],
-            [float64.get(f"d{s}s") for s in cell.states], [float64[f"d{s}_last"] for s in cell.states], cell=cell,
-            order=order, reset_gradients=True, norm_width=problem.norm_width,
+        residuals = {name: float64[name] for name in cell.saved}
+        dsequences = tuple(float64.get(f"d{s}s") for s in cell.states)
+        dlast = tuple(float64[f"d{s}_last"] for s in cell.states)
+        call = BackwardCall(
+            cell, float64["w_hh"].mT, float64["dhs"], residuals, arrays["reset"], dsequences, dlast, order,
+            problem.precision, problem.norm_width, reset_gradients=True,
         )  # fmt: skip
+        results = loops.backward(call)
     if problem.has_packed_residuals and problem.direction == "fwd":
         written.append("carry_gate")
     return {name: results[name] for name in written}

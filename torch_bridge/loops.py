@@ -1,10 +1,7 @@
 """Time loops in plain PyTorch operations, on any device and dtype, for use where the kernels cannot run.
 
 There is one loop forward and one backward for every cell, whose arithmetic is in `torch_bridge.steps`. The arguments
-are those of the kernels: sequences `[G, T, B, W]`, where each of the G groups holds B sequences, time first; states
-`[G, B, H]`; and weights `[S, ...]`, where each of the S models owns G / S consecutive groups. `order` is the direction
-in which a model goes through time: "forward", "reverse", or "bidirectional" (models of even index forward, models of
-odd index in reverse).
+are those of the kernels, see `torch_bridge.calls`.
 
 Gates and states are float32, or float64 if the weights are, whatever the dtype of the operands. Nothing is written in
 place, so autograd can differentiate the forward loop to any order.
@@ -13,33 +10,15 @@ place, so autograd can differentiate the forward loop to any order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_bridge import op_common, steps
-from torch_bridge.cells import CellSpec
+from torch_bridge.calls import BackwardCall, ForwardCall
 from torch_bridge.steps import Tensors
-
-
-class Norm(NamedTuple):
-    """What a loop needs of the norm of `[x, h]` that the gates see; `kernels.loops.streamed` explains it.
-
-    Attributes:
-      width: the number of elements of `[x, h]`.
-      bias: `[S, gates * H]`, added after the norm.
-      x_norm: `[G, T, B]`, the part of variance + epsilon that follows from the inputs.
-      w_sum: `[S, gates * H]`, the sums of `w_hh` over the state, or None if the norm is RMSNorm.
-      x_mean: `[G, T, B]`, the mean of the inputs, or None if the norm is RMSNorm.
-    """
-
-    width: int
-    bias: Tensor
-    x_norm: Tensor
-    w_sum: Tensor | None = None
-    x_mean: Tensor | None = None
 
 
 class _TimeSteps:
@@ -179,33 +158,15 @@ def _scale_and_mean(h: Tensor, x_norm: Tensor, x_mean: Tensor | None, width: int
     return torch.rsqrt(variance), x_mean + difference * (hidden / width)
 
 
-def forward(
-    xp: Tensor, w_hh: Tensor, b_hn: Tensor | None, states: Sequence[Tensor], resets: Tensor | None,
-    reset_states: Sequence[Tensor | None], norm: Norm | None = None, *, cell: CellSpec, order: str, cells: bool,
-    save: bool, loop: Callable[..., tuple[Tensors, list[Tensor]]] = unrolled,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Computes what `torch_bridge.kernels.loops.streamed.forward_kernel` does.
+def forward(x: ForwardCall, loop: Callable[..., tuple[Tensors, list[Tensor]]] = unrolled) -> dict[str, Tensor]:
+    """Computes what `torch_bridge.kernels.loops.streamed.forward_kernel` does, by `unrolled` or `scanned`.
 
-    Args:
-      xp: `[G, T, B, gates * H]`.
-      w_hh: `[S, gates * H, H]`.
-      b_hn: `[S, H]` if the last gate is separate, else None.
-      states: `[G, B, H]` for each state of the cell.
-      resets: `[G, T, B]` or None.
-      reset_states: for each state `[G, B, H]`, `[G, T, B, H]`, or None for zeros.
-      norm: the arrays of the norm, if the cell has one.
-      cell: an entry of the cell table.
-      order: the direction through time.
-      cells: whether to return every state of every step, instead of the hidden states only.
-      save: whether to return residuals.
-      loop: `unrolled` or `scanned`.
-
-    Returns:
-      Results by their names in `CellSpec.forward_outputs`, in the dtype of the computation.
+    Returns results by their names in `CellSpec.forward_outputs`, in the dtype of the computation.
     """
-    time, dtype = _TimeSteps(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
-    arithmetic, before = steps.CELLS[cell.name], tuple(time.state(x).to(dtype) for x in states)
-    returned, new_states = cell.states if cells else cell.states[:1], [f"new_{s}" for s in cell.states]
+    cell, xp, w_hh, b_hn, norm = x.cell, x.xp, x.w_hh, x.b_hn, x.norm
+    time, dtype = _TimeSteps(xp, w_hh, x.order), op_common.accumulation_dtype(w_hh.dtype)
+    arithmetic, before = steps.CELLS[cell.name], tuple(time.state(h).to(dtype) for h in x.states)
+    returned, new_states = cell.states if x.cells else cell.states[:1], [f"new_{s}" for s in cell.states]
     sequences, constants = {"xp": xp.to(dtype)}, {"w": w_hh.to(dtype).mT}
     if b_hn is not None:
         # the last gate is separate: its hidden product gets b_hn, and `step` takes its input projection
@@ -214,9 +175,9 @@ def forward(
         # the bias of all hidden products, zero except for the last gate's
         bias = pad(b_hn.to(dtype), (xp.shape[-1] - hidden, 0))
         constants["bias"] = bias[:, None].expand(-1, before[0].shape[1], -1)
-    if resets is not None:
-        sequences["starts"] = (resets != 0)[..., None]
-        for name, new, state in zip(new_states, reset_states, before, strict=True):
+    if x.resets is not None:
+        sequences["starts"] = (x.resets != 0)[..., None]
+        for name, new, state in zip(new_states, x.reset_states, before, strict=True):
             if new is not None and new.ndim == 4:
                 sequences[name] = new.to(dtype)
             else:
@@ -228,31 +189,31 @@ def forward(
             constants["w_sum"] = norm.w_sum.to(dtype)[:, None]
             sequences["x_mean"] = norm.x_mean.to(dtype)[..., None]
 
-    def step(states: Tensors, x: Mapping[str, Tensor]) -> tuple[Tensors, Sequence[Tensor]]:
-        if resets is not None:
-            starts = x["starts"]
-            states = tuple([torch.where(starts, x[new], h) for new, h in zip(new_states, states, strict=True)])
+    def step(states: Tensors, arrays: Mapping[str, Tensor]) -> tuple[Tensors, Sequence[Tensor]]:
+        if "starts" in arrays:
+            starts = arrays["starts"]
+            states = tuple([torch.where(starts, arrays[new], h) for new, h in zip(new_states, states, strict=True)])
         normalized: Tensors = ()
         last = None
         if cell.last_gate_separate:
-            products = _add_product(x["bias"], states[0], x["w"], w_hh.dtype)
-            products, last_product = products.split((x["xp"].shape[-1], x["last"].shape[-1]), -1)
-            gates, last = x["xp"] + products, (x["last"], last_product)
+            products = _add_product(arrays["bias"], states[0], arrays["w"], w_hh.dtype)
+            products, last_product = products.split((arrays["xp"].shape[-1], arrays["last"].shape[-1]), -1)
+            gates, last = arrays["xp"] + products, (arrays["last"], last_product)
         else:
-            gates = _add_product(x["xp"], states[0], x["w"], w_hh.dtype)
+            gates = _add_product(arrays["xp"], states[0], arrays["w"], w_hh.dtype)
         if norm is not None:
-            if "w_sum" in x:
-                gates = gates - x["x_mean"] * x["w_sum"]
-            scale, mean = _scale_and_mean(states[0], x["x_norm"], x.get("x_mean"), norm.width)
+            if "w_sum" in arrays:
+                gates = gates - arrays["x_mean"] * arrays["w_sum"]
+            scale, mean = _scale_and_mean(states[0], arrays["x_norm"], arrays.get("x_mean"), norm.width)
             normalized = gates * scale, (states[0] - mean) * scale, scale
-            gates = normalized[0] + x["norm_bias"]
+            gates = normalized[0] + arrays["norm_bias"]
         states, activations = arithmetic.step(gates, last, states)
-        return states, (*states[: len(returned)], *((*normalized, *activations) if save else ()))
+        return states, (*states[: len(returned)], *((*normalized, *activations) if x.save else ()))
 
     after, collected = loop(step, before, sequences, constants, time)
     results = {f"{s}s": x for s, x in zip(returned, collected, strict=False)}
     results |= {f"{s}_last": time.groups(x) for s, x in zip(cell.states, after, strict=True)}
-    if save:
+    if x.save:
         saved = collected[len(returned) :]
         if norm is None:
             local_grads, factors = arithmetic.residuals(saved)
@@ -270,30 +231,16 @@ def forward(
     return results
 
 
-def backward(
-    w_hh: Tensor, residuals: Mapping[str, Tensor], resets: Tensor | None, dsequences: Sequence[Tensor | None],
-    dlast: Sequence[Tensor], *, cell: CellSpec, order: str, reset_gradients: bool, norm_width: int = 0,
-) -> dict[str, Tensor]:  # fmt: skip
+def backward(x: BackwardCall) -> dict[str, Tensor]:
     """Computes what `torch_bridge.kernels.loops.streamed.backward_kernel` does.
 
-    Args:
-      w_hh: `[S, gates * H, H]`.
-      residuals: by name, what `CellSpec.saved` lists.
-      resets: `[G, T, B]` or None.
-      dsequences: the gradients of each state at every step, `[G, T, B, H]` or None for zeros.
-      dlast: the gradients of each state after the last step, `[G, B, H]`.
-      cell: an entry of the cell table.
-      order: the direction through time.
-      reset_gradients: whether to return the gradient of each step's reset states.
-      norm_width: the number of elements that the cell's norm sees, or 0.
-
-    Returns:
-      Results by name: "dxp" `[G, T, B, gates * H]`; if the last gate is separate, "dhn" `[G, T, B, H]`, the gradient of
-      its hidden product; with a norm, "dnorm" `[G, T, B]`, the D of `kernels.loops.streamed`; and for the state "h",
-      and others likewise, "dh0" `[G, B, H]` and "dreset_h" `[G, T, B, H]`.
+    Returns results by name: "dxp" `[G, T, B, gates * H]`; if the last gate is separate, "dhn" `[G, T, B, H]`, the
+    gradient of its hidden product; with a norm, "dnorm" `[G, T, B]`, the D of `kernels.loops.streamed`; and for the
+    state "h", and others likewise, "dh0" `[G, B, H]` and "dreset_h" `[G, T, B, H]`.
     """
+    cell, w_hh, residuals = x.cell, x.w_hh, x.residuals
     (name, width), *others = cell.residuals
-    time, dtype = _TimeSteps(residuals[name], w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
+    time, dtype = _TimeSteps(x.sequence, w_hh, x.order), op_common.accumulation_dtype(w_hh.dtype)
     w, grad_step = w_hh.to(dtype), steps.CELLS[cell.name].grad_step
     by_gate = residuals[name].unflatten(-1, (-1, width)).to(dtype).unbind(-1)
     if cell.last_gate_separate:
@@ -306,13 +253,13 @@ def backward(
     local_grads = time.split(torch.stack(by_gate, -2))
     factors = time.zip_steps([residuals[name].to(dtype) for name, _ in others if name != "norm_state"])
     norm_inputs = (norm_grads, residuals["norm_state"], residuals["scale"][..., None]) if cell.norm else ()
-    each_norm = time.zip_steps([None if x is None else x.to(dtype) for x in norm_inputs])
-    gradients = time.zip_steps([None if d is None else d.to(dtype) for d in dsequences])
-    dstates = tuple(time.state(d).to(dtype) for d in dlast)
-    zeros = torch.zeros_like(dstates[0])
+    each_norm = time.zip_steps([None if y is None else y.to(dtype) for y in norm_inputs])
+    gradients = time.zip_steps([None if d is None else d.to(dtype) for d in x.dsequences])
+    zeros = w_hh.new_zeros((time.models, time.per_model * time.batch, w_hh.shape[-1]), dtype=dtype)
+    dstates = tuple(zeros if d is None else time.state(d).to(dtype) for d in x.dlast)
     dgates, dnorms, dresets = [], [], []  # of each step, the last step first
     for local, factor, dys, start, norm in reversed(
-        [*zip(local_grads, factors, gradients, time.starts(resets), each_norm, strict=True)]
+        [*zip(local_grads, factors, gradients, time.starts(x.resets), each_norm, strict=True)]
     ):
         dstates = tuple([d if dy is None else d + dy for d, dy in zip(dstates, dys, strict=True)])
         if len(dstates) > 1:
@@ -322,7 +269,7 @@ def backward(
             norm_grad, norm_state, scale = norm
             dnorms.append((dstates[0] * norm_grad).sum(-1, keepdim=True))
             d = d * scale.unsqueeze(-2)
-            carried = (carried[0] - norm_state * (scale * dnorms[-1] / norm_width),)
+            carried = (carried[0] - norm_state * (scale * dnorms[-1] / x.norm_width),)
         dgates.append(d)
         operand = (d[..., 1:, :] if cell.last_gate_separate else d).flatten(-2)
         if len(dstates) > 1:
@@ -330,7 +277,7 @@ def backward(
         else:
             dstates = (_add_product(carried[0] if carried else None, operand, w, w_hh.dtype),)
         if start is not None:
-            if reset_gradients:
+            if x.reset_gradients:
                 dresets.append([torch.where(start, d, zeros) for d in dstates])
             dstates = tuple([torch.where(start, zeros, d) for d in dstates])
     d = time.join(dgates[::-1])

@@ -40,6 +40,11 @@ def is_autocasting(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+def autocast_off(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which autocast is off for devices of this type."""
+    return torch.autocast(device, enabled=False) if is_autocasting(device) else contextlib.nullcontext()
+
+
 def as_kernel_input(x: Tensor) -> Tensor:
     """Returns `x` as the kernels read it: contiguous, aligned to 16 bytes, and without a lazy negation (`is_neg`)."""
     x = x.resolve_neg().contiguous()
@@ -390,5 +395,8 @@ def is_unobserved(tensors: list[Tensor]) -> bool:
 
 def wants_gradients(tensors: list[Tensor]) -> bool:
     """Whether a gradient of any of these tensors may be requested, by autograd or by a transformation."""
-    levels = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in unwrapped_levels(x)]
-    return torch.is_grad_enabled() and any(x.requires_grad for x in levels)
+    if not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return any(x.requires_grad for x in tensors)
+    return any(inner.requires_grad for x in tensors for inner in unwrapped_levels(x))

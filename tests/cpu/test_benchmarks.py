@@ -302,15 +302,15 @@ def test_captured_pass_does_not_depend_on_earlier_captures():
 
 @pytest.mark.torch
 def test_modules_for_pytorch_get_resets_only_if_the_case_has_them(monkeypatch):
-    from torch_bridge import functional
+    from torch_bridge.nn import stack
 
-    given, original = [], functional.run_layer
+    given, original = [], stack.run
 
-    def run_layer(cell, xs, layer, **options):
-        given.extend(one.resets for one in layer)
-        return original(cell, xs, layer, **options)
+    def run(call):
+        given.extend(one.resets for one in call.directions)
+        return original(call)
 
-    monkeypatch.setattr(functional, "run_layer", run_layer)
+    monkeypatch.setattr(stack, "run", run)
     for rate in (0.3, 0.0):
         case = dataclasses.replace(TINY[0], reset_rate=rate)
         providers.PROVIDERS["torch_bridge"].build(case, providers.Inputs(cases.make_inputs(case))).run()

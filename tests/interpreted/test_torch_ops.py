@@ -383,7 +383,7 @@ def test_vmap_equals_a_loop_in_one_call(cell, axes, transform, monkeypatch):
     wanted = torch.autograd.grad(looped(*plain), inputs)
     calls = []
     original = loops.forward
-    monkeypatch.setattr(loops, "forward", lambda *a, **kw: calls.append(kw["cell"].name) or original(*a, **kw))
+    monkeypatch.setattr(loops, "forward", lambda call: calls.append(call.cell.name) or original(call))
     if transform == "backward through vmap":
         inputs = leaves((args[0], args[1], args[2], args[4]))
         found = torch.autograd.grad(torch.vmap(one, in_dims)(*args).sum(), inputs)
@@ -756,18 +756,17 @@ def test_extra_or_no_batch_axes_match_one_batch_axis(cell):
 def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
     seen = {}
     original = rnn_ops.forward
-    monkeypatch.setattr(
-        rnn_ops, "forward", lambda cell, args, *rest: seen.update(args=args) or original(cell, args, *rest)
-    )
+    monkeypatch.setattr(rnn_ops, "forward", lambda call: seen.update(call=call) or original(call))
     xs, states, given, resets, _ = weights("gru")
     new = torch.randn(T, B, H)
     if batch_first:
         xs, resets, new = (x.transpose(0, 1).contiguous() for x in (xs, resets, new))
     functional.gru(xs, *states, *given, resets=resets, reset_state=new, batch_first=batch_first)
-    xp, w_hh, _, (h0,), got_resets, (got_new,), _ = seen["args"]
-    for got, of in ((w_hh, given[1]), (h0, states[0]), (got_resets, resets), (got_new, new)):
+    call, (h0,), (got_new,) = seen["call"], seen["call"].states, seen["call"].reset_states
+    for got, of in ((call.w_hh, given[1]), (h0, states[0]), (call.resets, resets), (got_new, new)):
         assert got.data_ptr() == of.data_ptr() and got.is_contiguous()
-    assert xp.is_contiguous() and xp.shape[:3] == got_resets.shape == ((B, T, 1) if batch_first else (1, T, B))
+    outer = (B, T, 1) if batch_first else (1, T, B)
+    assert call.xp.is_contiguous() and call.xp.shape[:3] == call.resets.shape == outer
 
 
 @pytest.mark.parametrize("state", [None, "h", "bh", "tbh"])

@@ -5,8 +5,7 @@ the operators there.
 """
 
 import torch_bridge._require_torch  # noqa: F401
-from torch_bridge.functional.checks import Implementation
-from torch_bridge.functional.direction import Direction, DirectionResult
+from torch_bridge.functional.call import Direction, DirectionResult, Implementation
 from torch_bridge.functional.gru import gru
 from torch_bridge.functional.layer import run_layer
 from torch_bridge.functional.lstm import lstm

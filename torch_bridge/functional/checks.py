@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_bridge import op_common
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional.direction import Direction
-
-Implementation = Literal["triton", "torch"] | None
-"""The type of the argument `implementation`, which `gru` describes."""
+from torch_bridge.functional.call import Call
 
 
 def check_implementation(name: Any) -> None:
@@ -136,8 +133,9 @@ def _check_w_ih(cell: CellSpec, w_ih: Tensor, inputs: int) -> None:
         )
 
 
-def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: bool) -> None:
-    """Raises ValueError unless shapes and dtypes agree, and all tensors are on the device of `xs`."""
+def check_direction(call: Call) -> None:
+    """Raises ValueError unless shapes and dtypes of one direction agree, and all tensors are on the device of `xs`."""
+    cell, xs, (one,), batch_first = call.cell, call.xs, call.directions, call.batch_first
     layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
     check_tensor("xs", xs, optional=False)
     weights = {name: getattr(one, name) for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")}
@@ -145,7 +143,8 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
     reset_states = {name_of_reset_state(cell, s): x for s, x in zip(cell.states, one.reset_states, strict=True)}
     others = {**states, "resets": one.resets, **reset_states}
     for name, x in (weights | others).items():
-        check_tensor(name, x, optional=name not in ("w_ih", "w_hh"))
+        if not isinstance(x, Tensor):
+            check_tensor(name, x, optional=name not in ("w_ih", "w_hh"))
     if xs.ndim < 2 or not xs.is_floating_point():
         raise ValueError(f"xs must be {layout} and floating point, got {tuple(xs.shape)} of {xs.dtype}")
     op_common.check_devices("xs", xs, weights)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_bridge.cells import GRU
-from torch_bridge.functional.checks import Implementation, check_direction
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.layer import run_direction
 from torch_bridge.rnn_ops import Precision
 
 
@@ -88,9 +87,5 @@ def gru(
       True
     """
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
-    check_direction(GRU, xs, one, batch_first)
-    (out,) = run_layer(
-        GRU, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
-        implementation=implementation,
-    )  # fmt: skip
+    out = run_direction(Call(GRU, xs, [one], reverse, batch_first, False, precision, implementation))
     return out.hs, out.last[0]

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from torch_bridge import choice, loops, op_common, rnn_ops, steps
+from torch_bridge.calls import ForwardCall, Norm
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional.checks import Implementation, check_implementation
-from torch_bridge.functional.direction import Direction, DirectionResult, blocks_of
+from torch_bridge.functional.call import Call, Direction, DirectionResult, Implementation
+from torch_bridge.functional.checks import check_direction, check_implementation
 from torch_bridge.functional.layout import Layout, stack
 from torch_bridge.functional.norm_weights import input_statistics
 from torch_bridge.functional.projection import project, without_projection
@@ -27,22 +28,17 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x
 
 
-def _autocast(
-    cell: CellSpec, xs: Tensor, layer: Sequence[Direction]
-) -> tuple[Tensor, Sequence[Direction], torch.dtype]:
-    """Casts operands and states as `torch.nn` does under autocast.
-
-    Returns the inputs, the layer, and the dtype for states that are not given.
-    """
-    device = xs.device.type
-    if not op_common.is_autocasting(device) or xs.dtype == torch.float64:
-        return xs, layer, xs.dtype
-    dtype, default = torch.get_autocast_dtype(device), xs.dtype
+def _autocast(call: Call) -> tuple[Call, torch.dtype]:
+    """Casts operands and states as `torch.nn` does under autocast; also returns the dtype of states not given."""
+    device, default = call.xs.device.type, call.xs.dtype
+    if not op_common.is_autocasting(device) or default == torch.float64:
+        return call, default
+    dtype = torch.get_autocast_dtype(device)
     names = ["w_ih", "w_hh", "b_ih", "b_hh", "w_hr"]
-    if steps.CELLS[cell.name].AUTOCASTS_STATES_ON_CPU or device != "cpu":
+    if steps.CELLS[call.cell.name].AUTOCASTS_STATES_ON_CPU or device != "cpu":
         names, default = [*names, "states", "reset_states"], dtype
-    layer = [one._replace(**{name: _cast(getattr(one, name), dtype) for name in names}) for one in layer]
-    return xs.to(dtype), layer, default
+    layer = [one._replace(**{name: _cast(getattr(one, name), dtype) for name in names}) for one in call.directions]
+    return call._replace(xs=call.xs.to(dtype), directions=layer), default
 
 
 def _bias(cell: CellSpec, one: Direction) -> Tensor | None:
@@ -56,30 +52,27 @@ def _bias(cell: CellSpec, one: Direction) -> Tensor | None:
     return b_hh if one.b_ih is None else one.b_ih + b_hh
 
 
-def _separate_bias(
-    cell: CellSpec, layer: Sequence[Direction], hidden: int, xs: Tensor, layout: Layout
-) -> Tensor | None:
+def _separate_bias(call: Call, hidden: int, layout: Layout) -> Tensor | None:
     """Returns the recurrent biases of the last gate by model, or None if that gate is not separate."""
-    if not cell.last_gate_separate:
+    if not call.cell.last_gate_separate:
         return None
-    by_direction = stack([xs.new_zeros(hidden) if one.b_hh is None else one.b_hh[-hidden:] for one in layer])
-    return layout.by_model(by_direction)
+    biases = [one.b_hh for one in call.directions]
+    return layout.by_model(stack([call.xs.new_zeros(hidden) if b is None else b[-hidden:] for b in biases]))
 
 
-def _project_inputs(
-    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], reverse: bool, layout: Layout
-) -> tuple[Tensor, Sequence[Direction]]:
-    """Returns the input projections `[models, *xs.shape[:-1], gates * width]`, and the layer without a projection.
+def _project_inputs(call: Call, layout: Layout) -> tuple[Tensor, Call]:
+    """Returns the input projections `[models, *xs.shape[:-1], gates * width]`, and the call without a projection.
 
     The weights are split by block, and not the projections, which are many times as large.
     """
+    cell, xs, layer = call.cell, call.xs, call.directions
     biases = [None if cell.norm else _bias(cell, one) for one in layer]  # a norm adds its bias in the time loop
     if layer[0].w_hr is not None:
         xps = [linear(xs, one.w_ih, bias) for one, bias in zip(layer, biases, strict=True)]
-        return without_projection(xps, layer, reverse, layout.time)
+        return without_projection(call, xps, layout.time)
     models = layout.models
     if models == 1:
-        return linear(xs, layer[0].w_ih, biases[0])[None], layer
+        return linear(xs, layer[0].w_ih, biases[0])[None], call
     rows, shape = math.prod(xs.shape[:-1]), layer[0].w_ih.shape
     # Joined as vectors rather than stacked, so that the gradients of the weights are contiguous, as those of torch.nn.
     w = torch.cat([one.w_ih.reshape(-1) for one in layer]).view(len(layer), *shape).mT
@@ -87,33 +80,33 @@ def _project_inputs(
     x = xs.reshape(1, rows, xs.shape[-1]).expand(models, rows, xs.shape[-1])
     given = [b for b in biases if b is not None]
     xp = torch.baddbmm(layout.by_model(stack(given), cell.gates)[:, None], x, w) if given else torch.bmm(x, w)
-    return xp.reshape(models, *xs.shape[:-1], xp.shape[-1]), layer
+    return xp.reshape(models, *xs.shape[:-1], xp.shape[-1]), call
 
 
-def _norm(
-    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], layout: Layout, epsilon: float
-) -> tuple[Tensor, loops.Norm | None]:
-    """Returns the inputs to project, and what the time loop needs of a norm, whose weights are folded."""
-    if not cell.norm:
-        return xs, None
+def _norm(call: Call, layout: Layout) -> tuple[Call, Norm | None]:
+    """Returns the call with the inputs to project, and what the loop needs of a norm, whose weights are folded."""
+    if not call.cell.norm:
+        return call, None
+    cell, xs, layer = call.cell, call.xs, call.directions
     hidden = layer[0].w_hh.shape[-1]
 
     def of_models(x: Tensor) -> Tensor:
         return layout.sequence(x.expand(layout.models, *x.shape))
 
-    statistics = input_statistics(cell, xs, hidden, epsilon)
+    statistics = input_statistics(cell, xs, hidden, call.epsilon)
     biases = [one.b_ih for one in layer if one.b_ih is not None]
-    norm = loops.Norm(xs.shape[-1] + hidden, layout.by_model(stack(biases), cell.gates), of_models(statistics.x_norm))
+    norm = Norm(xs.shape[-1] + hidden, layout.by_model(stack(biases), cell.gates), of_models(statistics.x_norm))
     if statistics.x_mean is not None:
         sums = [one.w_hh.sum(-1, dtype=op_common.accumulation_dtype(one.w_hh.dtype)) for one in layer]
         norm = norm._replace(w_sum=layout.by_model(stack(sums), cell.gates), x_mean=of_models(statistics.x_mean))
-    return statistics.xs, norm
+    return call._replace(xs=statistics.xs), norm
 
 
-def _can_run_single_step(cell: CellSpec, xs: Tensor, layer: Sequence[Direction]) -> bool:
+def _can_run_single_step(call: Call) -> bool:
     """Whether a function of `steps.SINGLE_STEPS` can compute the step, which has less host overhead than a launch."""
-    if cell.name not in steps.SINGLE_STEPS:
+    if call.implementation is not None or call.precision is not None or call.cell.name not in steps.SINGLE_STEPS:
         return False
+    xs, layer = call.xs, call.directions
     one = layer[0]
     alone = len(layer) == 1 and one.w_hr is None and one.w_hh.ndim == 2 and (one.b_ih is None) == (one.b_hh is None)
     if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.is_autocasting(xs.device.type):
@@ -125,8 +118,9 @@ def _can_run_single_step(cell: CellSpec, xs: Tensor, layer: Sequence[Direction])
     return op_common.is_unobserved([*states, *(x for x in others if x is not None)])
 
 
-def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: Layout) -> DirectionResult:
+def _run_single_step(call: Call, layout: Layout) -> DirectionResult:
     """Runs a layer of one direction for one step, with a function of `steps.SINGLE_STEPS`."""
+    xs, (one,) = call.xs, call.directions
     hidden, sequences = one.w_hh.shape[-1], math.prod(layout.batch)
     states = []
     starts = one.resets
@@ -142,16 +136,15 @@ def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: Layout)
             h = torch.where(starts, new.reshape(sequences, hidden), h)
         states.append(h)
     x, weights = xs.reshape(sequences, xs.shape[-1]), (one.w_ih, one.w_hh, one.b_ih, one.b_hh)
-    found = steps.SINGLE_STEPS[cell.name](x, tuple(states), *weights)
+    found = steps.SINGLE_STEPS[call.cell.name](x, tuple(states), *weights)
     hs, *cs = (h.reshape(*layout.outer, hidden) for h in found)
     # The last states are copies, so that an in-place change to them does not change `hs` or `cs`, nor the reverse.
     return DirectionResult(hs, cs[0] if cs else None, tuple(h.clone().reshape(*layout.batch, hidden) for h in found))
 
 
-def _tell_choice(
-    cell: CellSpec, xs: Tensor, layout: Layout, w_hh: Tensor, implementation: Implementation, reason: str | None = None
-) -> None:
+def _tell_choice(call: Call, layout: Layout, w_hh: Tensor, reason: str | None = None) -> None:
     """Tells the choice of a layer, given the reason if it runs neither the operator nor its loop."""
+    cell, xs, implementation = call.cell, call.xs, call.implementation
     unavailable = rnn_ops.unsupported(w_hh, choice.profile())
     hidden = w_hh.shape[-1] * (layout.blocks if w_hh.ndim == 3 else 1)
     blocks = f" in {layout.blocks} blocks" if layout.blocks > 1 else ""
@@ -166,13 +159,11 @@ def _tell_choice(
     choice.record(cell.name, arguments, *chosen, unavailable)
 
 
-def _run_on_shards(
-    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], layout: Layout, **options: Any
-) -> list[DirectionResult]:
-    """Runs a layer of DTensors with `run_layer` on the sequences of each device."""
+def _run_on_shards(call: Call, layout: Layout) -> list[DirectionResult]:
+    """Runs a layer of DTensors on the sequences of each device."""
     outer = [axis for axis in range(len(layout.outer)) if axis != layout.time]  # the batch axes of `[*outer, width]`
     batch = range(len(outer))  # those of `[*batch, width]`
-    shards = Shards(xs, outer)
+    shards = Shards(call.xs, outer)
 
     def on_shard(one: Direction) -> Direction:
         def reset_state(x: Tensor | None) -> Any:
@@ -187,7 +178,8 @@ def _run_on_shards(
             reset_states=tuple(map(reset_state, one.reset_states)),
         )
 
-    results = run_layer(cell, shards.local("the inputs", xs, outer), [on_shard(one) for one in layer], **options)
+    xs = shards.local("the inputs", call.xs, outer)
+    results = run(call._replace(xs=xs, directions=[on_shard(one) for one in call.directions]))
     return [
         DirectionResult(
             shards.join(one.hs, outer), None if one.cs is None else shards.join(one.cs, outer),
@@ -243,52 +235,74 @@ def run_layer(
       >>> torch.cat([forward.hs, backward.hs], -1).shape
       torch.Size([5, 2, 8])
     """
-    check_implementation(implementation)
-    layout = Layout(xs, len(layer), batch_first, blocks_of(layer[0].w_hh))
+    return run(Call(cell, xs, layer, reverse, batch_first, cells, precision, implementation, epsilon))
+
+
+def run_direction(call: Call) -> DirectionResult:
+    """Checks the arguments of a single direction, and runs it."""
+    check_direction(call)
+    (result,) = run(call)
+    return result
+
+
+def run(call: Call) -> list[DirectionResult]:
+    """Runs a layer, see `run_layer`."""
+    check_implementation(call.implementation)
+    layout = Layout(call)
     if layout.sizes[1] == 0:
-        raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
-    if is_distributed(x for one in layer for x in (xs, *one.tensors())):
-        return _run_on_shards(
-            cell, xs, layer, layout, reverse=reverse, batch_first=batch_first, cells=cells, precision=precision,
-            implementation=implementation, epsilon=epsilon,
-        )  # fmt: skip
-    if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(cell, xs, layer):
+        raise ValueError(f"a recurrence needs at least one step, and xs {tuple(call.xs.shape)} has none")
+    if is_distributed(x for one in call.directions for x in (call.xs, *one.tensors())):
+        return _run_on_shards(call, layout)
+    if layout.sizes[1] == 1 and _can_run_single_step(call):
         if choice.is_recording():
             reason = "an eager call of a single step runs PyTorch's own cell, which has less host overhead"
-            _tell_choice(cell, xs, layout, layer[0].w_hh, None, reason)
+            _tell_choice(call, layout, call.directions[0].w_hh, reason)
             choice.end()
-        return [_run_single_step(cell, xs, layer[0], layout)]
-    xs, layer, default = _autocast(cell, xs, layer)
-    given = layer
-    x, norm = _norm(cell, xs, layer, layout, epsilon)
-    xp, layer = _project_inputs(cell, x, layer, reverse, layout)
-    width = layer[0].w_hh.shape[-1]
-    hidden = width * layout.blocks
-
-    by_state = zip(*(one.states for one in layer), strict=True)
-    states = [layout.initial_states(of_state, default, xs, hidden) for of_state in by_state]
-    resets, reset_states = layout.resets([one.resets for one in layer], xs), layout.reset_states(layer, states)
-    w_hh, b_hn = layout.weights([one.w_hh for one in layer]), _separate_bias(cell, layer, hidden, xs, layout)
-    arrays = layout.sequence(xp), w_hh, b_hn, states, resets, reset_states, norm
-
+        return [_run_single_step(call, layout)]
+    call, default = _autocast(call)
+    loop = _prepare(call, layout, default)
     recording = choice.is_recording()
     if recording:
-        _tell_choice(cell, xs, layout, w_hh, implementation)
-    order = "bidirectional" if len(layer) == 2 else "reverse" if reverse else "forward"
-    precise = rnn_ops.kernel_precision(precision, width)
-    if implementation == "torch":
-        loop = op_common.without_autocast(loops.forward)
-        results = loop(*arrays, cell=cell, order=order, cells=cells, save=False)
-        for s, state in zip(cell.states, states, strict=True):
+        _tell_choice(call, layout, loop.w_hh)
+    if call.implementation == "torch":
+        with op_common.autocast_off(loop.xp.device.type):
+            results = loops.forward(loop)
+        for s, state in zip(call.cell.states, loop.states, strict=True):
             results |= {name: results[name].to(state.dtype) for name in (f"{s}s", f"{s}_last") if name in results}
     else:
-        results = rnn_ops.forward(cell, arrays, order, precise, cells, implementation)
+        results = rnn_ops.forward(loop)
     if recording:
         choice.end()
 
-    hs = layout.sequences(results["hs"])
-    has_cells = cells and len(cell.states) > 1
-    cs = layout.sequences(results[f"{cell.states[1]}s"]) if has_cells else [None] * len(layer)
-    last = zip(*(layout.states(results[f"{s}_last"]) for s in cell.states), strict=True)
+    hs, states = layout.sequences(results["hs"]), call.cell.states
+    has_cells = call.cells and len(states) > 1
+    cs = layout.sequences(results[f"{states[1]}s"]) if has_cells else [None] * len(hs)
+    last = zip(*(layout.states(results[f"{s}_last"]) for s in states), strict=True)
     found = [DirectionResult(*each) for each in zip(hs, cs, last, strict=True)]
-    return [one if x.w_hr is None else project(x, one, default) for x, one in zip(given, found, strict=True)]
+    return [one if x.w_hr is None else project(x, one, default) for x, one in zip(call.directions, found, strict=True)]
+
+
+def _prepare(call: Call, layout: Layout, default: torch.dtype) -> ForwardCall:
+    """Returns the call of the time loop, after the products before it; `default` is the dtype of states not given."""
+    xs = call.xs
+    call, norm = _norm(call, layout)
+    xp, call = _project_inputs(call, layout)
+    layer, width = call.directions, call.directions[0].w_hh.shape[-1]
+    hidden = width * layout.blocks
+    by_state = zip(*(one.states for one in layer), strict=True)
+    states = tuple([layout.initial_states(of_state, default, xs, hidden) for of_state in by_state])
+    return ForwardCall(
+        call.cell,
+        layout.sequence(xp),
+        layout.weights([one.w_hh for one in layer]),
+        _separate_bias(call, hidden, layout),
+        states,
+        layout.resets([one.resets for one in layer], xs),
+        layout.reset_states(call, states),
+        norm,
+        "bidirectional" if len(layer) == 2 else "reverse" if call.reverse else "forward",
+        rnn_ops.kernel_precision(call.precision, width),
+        call.cells,
+        False,
+        call.implementation,
+    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_bridge.functional.direction import Direction
+from torch_bridge.functional.call import Call
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:
@@ -28,12 +28,14 @@ class Layout:
     ordered by block, then by direction, so that the index of the direction is the parity of the model's.
     """
 
-    def __init__(self, xs: Tensor, directions: int, batch_first: bool, blocks: int = 1):
+    def __init__(self, call: Call):
+        xs, w_hh, batch_first = call.xs, call.directions[0].w_hh, call.batch_first
         self.time = xs.ndim - 2 if batch_first else 0
         self.outer = tuple(xs.shape[:-1])
         self.batch = self.outer[: self.time] + self.outer[self.time + 1 :]
         steps, sequences = xs.shape[self.time], math.prod(self.batch)
-        self.directions, self.blocks, self.models = directions, blocks, directions * blocks
+        self.directions, self.blocks = len(call.directions), w_hh.shape[0] if w_hh.ndim == 3 else 1
+        self.models = self.directions * self.blocks
         # groups, steps, sequences per group
         self.sizes = (self.models * sequences, steps, 1) if batch_first else (self.models, steps, sequences)
 
@@ -103,17 +105,17 @@ class Layout:
             by_direction = by_direction.expand(self.blocks, *by_direction.shape).flatten(0, 1)
         return self.sequence(by_direction)
 
-    def reset_states(self, layer: Sequence[Direction], states: Sequence[Tensor]) -> list[Tensor] | list[None]:
+    def reset_states(self, call: Call, states: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Returns the reset states of all models: for each state `[G, B, width]`, `[G, T, B, width]`, or None."""
-        given = [x for one in layer for x in one.reset_states if x is not None]
+        given = [x for one in call.directions for x in one.reset_states if x is not None]
         if not given:
-            return [None] * len(states)
+            return (None,) * len(states)
         stepped = any(self.is_stepped(x) for x in given)
         found = []
         for k, state in enumerate(states):
-            parts = [one.reset_states[k] for one in layer]
+            parts = [one.reset_states[k] for one in call.directions]
             zeros = state.new_zeros(self.blocks * state.shape[-1])
             each = stack([self.expand(zeros if x is None else x.to(state.dtype), stepped) for x in parts])
             each = self.by_model(each)
             found.append(self.sequence(each) if stepped else self.state(each))
-        return found
+        return tuple(found)

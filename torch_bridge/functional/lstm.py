@@ -8,9 +8,10 @@ from torch import Tensor
 
 from torch_bridge import rules
 from torch_bridge.cells import LSTM
-from torch_bridge.functional.checks import Implementation, check_direction
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.docstrings import inherit_descriptions
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.gru import gru
+from torch_bridge.functional.layer import run_direction
 from torch_bridge.rnn_ops import Precision
 
 
@@ -74,6 +75,7 @@ def lstm(
 ) -> tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]: ...
 
 
+@inherit_descriptions(gru)
 def lstm(
     xs: Tensor,
     state: tuple[Tensor, Tensor] | None,
@@ -104,7 +106,6 @@ def lstm(
     carries h only by the rounding of that product.
 
     Args:
-      xs: see `gru`.
       state: `(h0, c0)`, in PyTorch's order, `[*batch, H]` (`[*batch, P]` for h0 with a projection) and
         `[*batch, H]`, each in the dtype of `xs` or in float32; None for zeros.
       w_ih: `[4H, D]`.
@@ -112,13 +113,8 @@ def lstm(
       b_ih: `[4H]` or None.
       b_hh: `[4H]` or None.
       w_hr: `[P, H]` or None.
-      resets: see `gru`.
       reset_state: None (zeros) or `(h, c)`, each like `reset_state` of `gru`.
-      reverse: see `gru`.
-      batch_first: see `gru`.
       return_cells: also return the cell states of all steps.
-      precision: see `gru`.
-      implementation: see `gru`.
 
     Returns:
       `(ys, (h_n, c_n))`, or `((ys, cs), (h_n, c_n))` if `return_cells`, the hidden (and the cell) states of all steps
@@ -127,7 +123,6 @@ def lstm(
 
     Raises:
       ValueError: `state` or `reset_state` is not a pair; see also `gru`.
-      NotImplementedError: see `gru`.
 
     Examples:
       >>> import torch
@@ -139,11 +134,7 @@ def lstm(
     """
     states, reset_states = split_state_pair("state", state), split_state_pair("reset_state", reset_state)
     one = Direction(w_ih, w_hh, b_ih, b_hh, w_hr, states, resets, reset_states)
-    check_direction(LSTM, xs, one, batch_first)
-    (out,) = run_layer(
-        LSTM, xs, [one], reverse=reverse, batch_first=batch_first, cells=return_cells, precision=precision,
-        implementation=implementation,
-    )  # fmt: skip
+    out = run_direction(Call(LSTM, xs, [one], reverse, batch_first, return_cells, precision, implementation))
     return (out.hs, out.cs) if return_cells else out.hs, (out.last[0], out.last[1])
 
 

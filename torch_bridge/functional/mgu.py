@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_bridge.cells import MGU
-from torch_bridge.functional.checks import Implementation, check_direction
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.docstrings import inherit_descriptions
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.gru import gru
+from torch_bridge.functional.layer import run_direction
 from torch_bridge.rnn_ops import Precision
 
 
+@inherit_descriptions(gru)
 def mgu(
     xs: Tensor,
     h0: Tensor | None,
@@ -38,26 +40,12 @@ def mgu(
     It is a GRU whose gates r and z are the same gate, f.
 
     Args:
-      xs: see `gru`.
-      h0: see `gru`.
       w_ih: `[2H, D]`.
       w_hh: `[2H, H]`, or `[N, 2H / N, H / N]` for N blocks, see `gru`.
       b_ih: `[2H]` or None.
       b_hh: `[2H]` or None.
-      resets: see `gru`.
-      reset_state: see `gru`.
-      reverse: see `gru`.
-      batch_first: see `gru`.
-      precision: see `gru`.
       implementation: see `gru`. PyTorch has no cell of this kind; where `gru` runs PyTorch's own cell, `mgu` runs
         PyTorch operations.
-
-    Returns:
-      `(ys, h_n)`, see `gru`.
-
-    Raises:
-      ValueError: see `gru`.
-      NotImplementedError: see `gru`.
 
     Examples:
       >>> import torch
@@ -67,9 +55,5 @@ def mgu(
       (torch.Size([5, 2, 4]), torch.Size([2, 4]))
     """
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
-    check_direction(MGU, xs, one, batch_first)
-    (out,) = run_layer(
-        MGU, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
-        implementation=implementation,
-    )  # fmt: skip
+    out = run_direction(Call(MGU, xs, [one], reverse, batch_first, False, precision, implementation))
     return out.hs, out.last[0]

@@ -8,9 +8,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from torch_bridge.cells import LAYER_NORM_GRU, RMS_NORM_GRU, CellSpec
-from torch_bridge.functional.checks import Implementation, check_direction, check_epsilon, check_number, check_weight
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.docstrings import inherit_descriptions
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.checks import check_direction, check_epsilon, check_number, check_weight
+from torch_bridge.functional.gru import gru
+from torch_bridge.functional.layer import run
 from torch_bridge.functional.norm_weights import NormWeights, fold
 from torch_bridge.rnn_ops import Precision
 
@@ -48,6 +50,7 @@ def check_norm(
         check_weight(full, x, (widths[name[-1]],), inputs, xs)
 
 
+@inherit_descriptions(gru)
 def norm_gru(
     xs: Tensor,
     h0: Tensor | None,
@@ -84,8 +87,6 @@ def norm_gru(
     "layer" first subtracts the mean, and adds the shifts.
 
     Args:
-      xs: see `gru`.
-      h0: see `gru`.
       w_ih: `[3H, D]`.
       w_hh: `[3H, H]`; blocks raise ValueError, because the norm sees all units.
       b_ih: `[3H]` or None.
@@ -97,20 +98,11 @@ def norm_gru(
       norm: "rms" (RMSNorm) or "layer" (LayerNorm).
       epsilon: what is added to the variance.
       update_bias: what is added to the update gate before its activation.
-      resets: see `gru`.
-      reset_state: see `gru`.
-      reverse: see `gru`.
-      batch_first: see `gru`.
-      precision: see `gru`.
       implementation: see `gru`. PyTorch has no cell of this kind; where `gru` runs PyTorch's own cell, `norm_gru` runs
         a loop of PyTorch operations or a kernel.
 
-    Returns:
-      `(ys, h_n)`, see `gru`.
-
     Raises:
       ValueError: see `gru`; also if there is no such norm, or if `norm="rms"` is given shifts.
-      NotImplementedError: see `gru`.
 
     Examples:
       >>> import torch
@@ -122,11 +114,9 @@ def norm_gru(
     """
     cell, weights = cell_of(norm), NormWeights(scale_i, scale_h, shift_i, shift_h)
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
+    call = Call(cell, xs, [one], reverse, batch_first, False, precision, implementation, epsilon)
     check_constants(epsilon, update_bias)
-    check_direction(cell, xs, one, batch_first)
+    check_direction(call)
     check_norm(cell, "xs", xs, one, weights)
-    (out,) = run_layer(
-        cell, xs, [fold(cell, one, weights, update_bias)], reverse=reverse, batch_first=batch_first,
-        precision=precision, implementation=implementation, epsilon=epsilon,
-    )  # fmt: skip
+    (out,) = run(call._replace(directions=[fold(cell, one, weights, update_bias)]))
     return out.hs, out.last[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_bridge import op_common
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional.direction import Direction
+from torch_bridge.functional.call import Direction
 
 
 class NormWeights(NamedTuple):

@@ -11,13 +11,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from torch_bridge import choice, norm_ops, op_common
-from torch_bridge.functional.checks import (
-    Implementation,
-    check_epsilon,
-    check_implementation,
-    check_number,
-    check_tensor,
-)
+from torch_bridge.functional.call import Implementation
+from torch_bridge.functional.checks import check_epsilon, check_implementation, check_number, check_tensor
 from torch_bridge.functional.sharding import Shards, is_distributed
 
 # Whether PyTorch's own norm returns float32 under autocast on a GPU. On the CPU neither norm does.

@@ -12,28 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torch_bridge.functional.direction import Direction, DirectionResult
+from torch_bridge.functional.call import Call, Direction, DirectionResult
 from torch_bridge.functional.layout import stack
 
 
-def without_projection(
-    xps: Sequence[Tensor], layer: Sequence[Direction], reverse: bool, time: int
-) -> tuple[Tensor, list[Direction]]:
-    """Returns the stacked input projections, and the directions, of a layer without a projection.
+def without_projection(call: Call, xps: Sequence[Tensor], time: int) -> tuple[Tensor, Call]:
+    """Returns the stacked input projections, and the call, of a layer without a projection.
 
     Args:
+      call: a call whose directions have a projection.
       xps: the input projections of each direction.
-      layer: directions with a projection.
-      reverse: whether the first direction runs from the last step to the first; the second one always does.
       time: the time axis of the input projections.
     """
     parts, plain = [], []
-    for xp, one, backward in zip(xps, layer, (reverse, True), strict=False):
+    for xp, one, backward in zip(xps, call.directions, (call.reverse, True), strict=False):
         assert one.w_hr is not None
         parts.append(_start_projected(xp, one, backward, time))
         states, reset_states = (None, *one.states[1:]), (None, *one.reset_states[1:])
         plain.append(one._replace(w_hh=one.w_hh @ one.w_hr, states=states, reset_states=reset_states))
-    return stack(parts), plain
+    return stack(parts), call._replace(directions=plain)
 
 
 def _start_projected(xp: Tensor, one: Direction, reverse: bool, time: int) -> Tensor:

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_bridge.cells import SIMPLE_RELU, SIMPLE_TANH, CellSpec
-from torch_bridge.functional.checks import Implementation, check_direction
-from torch_bridge.functional.direction import Direction
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.docstrings import inherit_descriptions
+from torch_bridge.functional.call import Call, Direction, Implementation
+from torch_bridge.functional.gru import gru
+from torch_bridge.functional.layer import run_direction
 from torch_bridge.rnn_ops import Precision
 
 # The cell of each nonlinearity.
@@ -23,6 +24,7 @@ def cell_of(nonlinearity: Any) -> CellSpec:
     return CELLS[nonlinearity]
 
 
+@inherit_descriptions(gru)
 def rnn(
     xs: Tensor,
     h0: Tensor | None,
@@ -47,26 +49,14 @@ def rnn(
         h' = f(W_ih x + b_ih + W_hh h + b_hh)
 
     Args:
-      xs: see `gru`.
-      h0: see `gru`.
       w_ih: `[H, D]`.
       w_hh: `[H, H]`, or `[N, H / N, H / N]` for N blocks, see `gru`.
       b_ih: `[H]` or None.
       b_hh: `[H]` or None.
       nonlinearity: "tanh" or "relu".
-      resets: see `gru`.
-      reset_state: see `gru`.
-      reverse: see `gru`.
-      batch_first: see `gru`.
-      precision: see `gru`.
-      implementation: see `gru`.
-
-    Returns:
-      `(ys, h_n)`, see `gru`.
 
     Raises:
       ValueError: the nonlinearity is unknown; see also `gru`.
-      NotImplementedError: see `gru`.
 
     Examples:
       >>> import torch
@@ -78,9 +68,5 @@ def rnn(
     """
     cell = cell_of(nonlinearity)
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
-    check_direction(cell, xs, one, batch_first)
-    (out,) = run_layer(
-        cell, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
-        implementation=implementation,
-    )  # fmt: skip
+    out = run_direction(Call(cell, xs, [one], reverse, batch_first, False, precision, implementation))
     return out.hs, out.last[0]

@@ -11,7 +11,7 @@ from torch_bridge.cells import CellSpec
 from torch_bridge.functional.layout import stack
 from torch_bridge.nn.checks import check_resets, check_states, check_tensors
 from torch_bridge.nn.packed import forward_packed
-from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack
+from torch_bridge.nn.stack import call_of, resets_of_reversed, run_stack
 
 
 def forward(
@@ -53,13 +53,6 @@ def _forward_batch(
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     check_resets(rnn, cell, tuple(xs.shape[:2]), (xs.shape[1 - time],), resets, reset_states)
     backward = None if resets is None or not rnn.bidirectional else resets_of_reversed(resets, time)
-    starts = [
-        InitialStates(
-            (None,) * len(cell.states) if hx is None else tuple(x[i] for x in hx),
-            backward if is_backward(rnn, i) else resets,
-            tuple(None if x is None else x[i] for x in reset_states),
-        )
-        for i in range(rnn.num_layers * directions_of(rnn))
-    ]
-    ys, outcomes = run_stack(rnn, cell, xs, starts, rnn.batch_first, cells=False)
+    call = call_of(rnn, cell, xs, rnn.batch_first, hx, (resets, backward), reset_states)
+    ys, outcomes = run_stack(rnn, call)
     return ys, tuple(stack(x) for x in zip(*(one.last for one in outcomes), strict=True))

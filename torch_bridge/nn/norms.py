@@ -10,7 +10,8 @@ from torch import Tensor
 
 from torch_bridge import functional
 from torch_bridge.docstrings import inherit_descriptions
-from torch_bridge.functional.checks import Implementation, check_implementation, check_tensor
+from torch_bridge.functional import Implementation
+from torch_bridge.functional.checks import check_implementation, check_tensor
 from torch_bridge.nn.recurrent import Device
 
 

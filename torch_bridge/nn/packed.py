@@ -10,9 +10,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from torch_bridge import choice
 from torch_bridge.cells import CellSpec
+from torch_bridge.functional.call import Direction
 from torch_bridge.functional.sharding import check_local
 from torch_bridge.nn.checks import check_resets, check_states
-from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
+from torch_bridge.nn.stack import call_of, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
 
 
 def forward_packed(
@@ -46,12 +47,9 @@ def forward_packed(
         resets, _ = _pad((resets.data != 0).to(torch.uint8), batch_sizes)
     reset_states = tuple(map(sort, reset_states))
     check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1:2], resets, reset_states)
-    starts = []
-    for i in range(count):
-        first = tuple(sort(x)[i] for x in states)
-        one = InitialStates(first, resets, tuple(None if x is None else x[i] for x in reset_states))
-        starts.append(_start_at_end(one, last, xs) if is_backward(rnn, i) else one)
-    ys, outcomes = run_stack(rnn, cell, xs, starts, False, cells=len(cell.states) > 1)
+    call = call_of(rnn, cell, xs, False, [*map(sort, states)], (resets, resets), reset_states)
+    directions = [_start_at_end(one, last, xs) if is_backward(rnn, i) else one for i, one in enumerate(call.directions)]
+    ys, outcomes = run_stack(rnn, call._replace(directions=directions, cells=len(cell.states) > 1))
 
     results = []
     sequence = torch.arange(xs.shape[1], device=xs.device)
@@ -100,14 +98,14 @@ def _check_steps(name: str, packed: PackedSequence) -> None:
         )
 
 
-def _start_at_end(one: InitialStates, last: Tensor, xs: Tensor) -> InitialStates:
+def _start_at_end(one: Direction, last: Tensor, xs: Tensor) -> Direction:
     """Returns `one` with a reset to its initial states at each sequence's last step, where a backward loop begins."""
     end = torch.arange(xs.shape[0], device=xs.device)[:, None] == last
     if one.resets is None:
-        return InitialStates(one.states, end, one.states)
+        return one._replace(resets=end, reset_states=one.states)
     begins = resets_of_reversed(one.resets, 0, last)
     states = []
     for first, new in zip(one.states, one.reset_states, strict=True):
         assert first is not None
         states.append(torch.where(end[..., None], first, torch.zeros_like(first) if new is None else new))
-    return InitialStates(one.states, begins | end, tuple(states))
+    return one._replace(resets=begins | end, reset_states=tuple(states))

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge import op_common, rnn_ops
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional.checks import Implementation, check_implementation
+from torch_bridge.functional import Implementation
+from torch_bridge.functional.checks import check_implementation
 from torch_bridge.nn.forward import forward
 from torch_bridge.rnn_ops import Precision
 

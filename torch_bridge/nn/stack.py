@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from torch_bridge import functional, op_common
+from torch_bridge import op_common
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional import Direction, DirectionResult
+from torch_bridge.functional.call import Call, Direction, DirectionResult
 from torch_bridge.functional.checks import check_weight
-
-
-class InitialStates(NamedTuple):
-    """The initial states and resets of one direction of one layer, with the attributes of `Direction`."""
-
-    states: tuple[Tensor | None, ...]
-    resets: Tensor | None
-    reset_states: tuple[Tensor | None, ...]
+from torch_bridge.functional.layer import run
 
 
 def directions_of(rnn: torch.nn.RNNBase) -> int:
@@ -54,18 +46,34 @@ def resets_of_reversed(resets: Tensor, time: int, last: Tensor | None = None) ->
 _PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 
-def _directions(
-    rnn: torch.nn.RNNBase, cell: CellSpec, input: Tensor, starts: Sequence[InitialStates]
-) -> list[Direction]:  # fmt: skip
-    """Returns each direction of each layer. Raises ValueError unless the parameters fit each other and the input."""
+def call_of(
+    rnn: torch.nn.RNNBase, cell: CellSpec, input: Tensor, batch_first: bool, hx: Sequence[Tensor] | None = None,
+    resets: tuple[Tensor | None, ...] = (None, None), reset_states: Sequence[Tensor | None] | None = None,
+) -> Call:  # fmt: skip
+    """Returns the call of a stack, which has the directions of all layers in order.
+
+    Args:
+      rnn: the stack.
+      cell: its cell.
+      input: the inputs of the first layer.
+      batch_first: the layout of arrays with a time axis.
+      hx: for each state an array whose axis 0 is the directions, or None.
+      resets: the resets of the directions that run forward, and of those that run backward.
+      reset_states: for each state None or an array whose axis 0 is the directions.
+
+    Raises:
+      ValueError: a parameter has another shape, dtype or device than the module and the input require.
+    """
     if not input.is_floating_point():
         raise ValueError(f"the input must be floating point, got {input.dtype}: convert it")
     count, hidden, width = directions_of(rnn), rnn.hidden_size, rnn.proj_size or rnn.hidden_size
     rows, blocks = cell.gates * hidden, getattr(rnn, "num_blocks", 1)
     w_hh = (rows, width) if blocks == 1 else (blocks, rows // blocks, hidden // blocks)
+    none = (None,) * len(cell.states)
     directions = []
-    for i, start in enumerate(starts):
-        suffix = f"_l{i // count}_reverse" if is_backward(rnn, i) else f"_l{i // count}"
+    for i in range(rnn.num_layers * count):
+        backward = is_backward(rnn, i)
+        suffix = f"_l{i // count}_reverse" if backward else f"_l{i // count}"
         inputs = rnn.input_size if i < count else count * width
         weights: list[Tensor | None] = []
         for name, shape in zip(_PARAMETERS, ((rows, inputs), w_hh, (rows,), (rows,), (width, hidden)), strict=True):
@@ -75,29 +83,27 @@ def _directions(
                 if w is not None or name.startswith("weight"):
                     check_weight(name + suffix, w, shape, "the input", input)
             weights.append(w)
-        one = Direction(*weights, *start)  # type: ignore[arg-type, call-arg]  # the parameters are before the rest
+        one = Direction(  # type: ignore[call-arg]  # the parameters are before the rest
+            *weights,  # type: ignore[arg-type]
+            none if hx is None else tuple([x[i] for x in hx]),
+            resets[backward],
+            none if reset_states is None else tuple([None if x is None else x[i] for x in reset_states]),
+        )
         directions.append(rnn.fold_norm(one, suffix, input) if cell.norm else one)  # type: ignore[operator]
-    return directions
+    return Call(
+        cell, input, directions, batch_first=batch_first, precision=getattr(rnn, "precision", None),
+        implementation=getattr(rnn, "implementation", None), epsilon=getattr(rnn, "epsilon", 0.0),
+    )  # fmt: skip
 
 
-def run_stack(
-    rnn: torch.nn.RNNBase, cell: CellSpec, xs: Tensor, starts: Sequence[InitialStates], batch_first: bool, cells: bool
-) -> tuple[Tensor, list[DirectionResult]]:
-    """Runs all layers. Returns the outputs of the last layer, and the results of each direction of each layer.
-
-    Raises:
-      ValueError: a parameter has another shape, dtype or device than the module and the input require.
-    """
-    directions, count, dtype = _directions(rnn, cell, xs, starts), directions_of(rnn), xs.dtype
+def run_stack(rnn: torch.nn.RNNBase, call: Call) -> tuple[Tensor, list[DirectionResult]]:
+    """Runs all layers. Returns the outputs of the last layer, and the results of each direction of each layer."""
+    xs, count, dtype = call.xs, directions_of(rnn), call.xs.dtype
     outcomes: list[DirectionResult] = []
     for layer in range(rnn.num_layers):
         if xs.dtype != dtype and not op_common.is_autocasting(xs.device.type):
             xs = xs.to(dtype)  # outputs have the dtype of the states, and the next layer's weights that of the input
-        results = functional.run_layer(
-            cell, xs, directions[layer * count : (layer + 1) * count], batch_first=batch_first, cells=cells,
-            precision=getattr(rnn, "precision", None), implementation=getattr(rnn, "implementation", None),
-            epsilon=getattr(rnn, "epsilon", 0.0),
-        )  # fmt: skip
+        results = run(call._replace(xs=xs, directions=call.directions[layer * count : (layer + 1) * count]))
         outcomes += results
         xs = results[0].hs if len(results) == 1 else torch.cat([one.hs for one in results], -1)
         if rnn.dropout and layer < rnn.num_layers - 1:

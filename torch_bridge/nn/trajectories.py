@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_bridge import cells, op_common
 from torch_bridge.functional.checks import check_state_dtype, check_tensor, has_shape
 from torch_bridge.functional.sharding import check_local
-from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
+from torch_bridge.nn.stack import call_of, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
 
 # The cells that TorchRL has modules of, by `torch.nn.RNNBase.mode`.
 _CELLS = {"GRU": cells.GRU, "LSTM": cells.LSTM}
@@ -111,15 +111,14 @@ def run_trajectories(
     def at_first(x: Tensor) -> Tensor:
         return x.gather(1, first[..., None].expand(*outer, x.shape[-1]))
 
-    starts = []
-    for i in range(count):
-        each = tuple(x[:, :, i] for x in given)
+    call = call_of(rnn, kind, input, True, resets=(is_init, backward))
+    directions = []
+    for i, one in enumerate(call.directions):
+        each, start = tuple(x[:, :, i] for x in given), 0
         if is_backward(rnn, i):
-            each = tuple(map(at_first, each))
-            starts.append(InitialStates(tuple(x[:, -1] for x in each), backward, each))
-        else:
-            starts.append(InitialStates(tuple(x[:, 0] for x in each), is_init, each))
-    ys, outcomes = run_stack(rnn, kind, input, starts, True, cells=True)
+            each, start = tuple(map(at_first, each)), -1
+        directions.append(one._replace(states=tuple(x[:, start] for x in each), reset_states=each))
+    ys, outcomes = run_stack(rnn, call._replace(directions=directions, cells=True))
     results = []
     for k in range(len(given)):
         every = [one.hs if one.cs is None or k == 0 else one.cs for one in outcomes]

@@ -1,51 +1,18 @@
-"""The arguments of the operators: schemas made from the cell table, grouping by kind, and checks of shapes."""
+"""The flat arguments of the operators: schemas made from the cell table, calls packed and unpacked, and checks."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from torch_bridge import loops, op_common, tiling
+from torch_bridge import op_common
+from torch_bridge.calls import BackwardCall, ForwardCall, Norm
 from torch_bridge.cells import CellSpec
 from torch_bridge.rnn_ops import kernels
 from torch_bridge.rnn_ops.implementation import PRECISIONS
-
-
-class ForwardArguments(NamedTuple):
-    """The arguments of a forward operator; those of each state are in one tuple.
-
-    Attributes:
-      xp: `[G, T, B, gates * H]`, the input projections.
-      w_hh: `[S, gates * H, H]`.
-      b_hn: `[S, H]`, an argument only if the last gate is separate, else None.
-      states: `[G, B, H]` each; the arguments "h0", ...
-      resets: `[G, T, B]` or None.
-      reset_states: `[G, B, H]`, `[G, T, B, H]`, or None for zeros; the arguments "reset_h", ...
-      norm: the arguments that `CellSpec.norm_weights` and `norm_inputs` name, and "norm_width", if the cell has a norm,
-        else None.
-      order: the direction through time, see `torch_bridge.loops`.
-      precision: precision of float32 products, by Triton's name.
-      cells: whether to return every state of every step, instead of the hidden states only; an argument only if there
-        are several states.
-      save: whether to return residuals.
-      implementation: "triton", "loop", or None for the kernels where they can run, else the loop.
-    """
-
-    xp: Tensor
-    w_hh: Tensor
-    b_hn: Tensor | None
-    states: tuple[Tensor, ...]
-    resets: Tensor | None
-    reset_states: tuple[Tensor | None, ...]
-    norm: loops.Norm | None
-    order: str
-    precision: str
-    cells: bool
-    save: bool
-    implementation: str | None
 
 
 def forward_types(cell: CellSpec) -> dict[str, str]:
@@ -63,8 +30,24 @@ def forward_types(cell: CellSpec) -> dict[str, str]:
     }
 
 
-def forward_arguments(cell: CellSpec, arguments: Sequence[Any]) -> ForwardArguments:
-    """Groups the arguments of a cell's forward operator; PyTorch leaves out `implementation` if it is None."""
+def forward_tensors(x: ForwardCall) -> list[Tensor | None]:
+    """Returns the arrays of a call in the order of its operator's arguments, of which they are the first."""
+    last_gate = (x.b_hn,) if x.cell.last_gate_separate else ()
+    of_norm: list[Tensor | None] = []
+    if x.norm is not None:
+        of_norm = [getattr(x.norm, name) for name in (*x.cell.norm_weights, *x.cell.norm_inputs)]
+    return [x.xp, x.w_hh, *last_gate, *of_norm, *x.states, x.resets, *x.reset_states]
+
+
+def forward_options(x: ForwardCall, save: bool) -> tuple[Any, ...]:
+    """Returns the options of a call in the order of its operator's arguments; `save` takes the place of its own."""
+    width = () if x.norm is None else (x.norm.width,)
+    cells = (x.cells,) if len(x.cell.states) > 1 else ()
+    return x.order, x.precision, *width, *cells, save, x.implementation
+
+
+def forward_call(cell: CellSpec, arguments: Sequence[Any]) -> ForwardCall:
+    """Returns the call of a cell's forward operator; PyTorch leaves out `implementation` if it is None."""
     each, count = iter(arguments), len(cell.states)
     xp, w_hh = next(each), next(each)
     b_hn = next(each) if cell.last_gate_separate else None
@@ -72,51 +55,11 @@ def forward_arguments(cell: CellSpec, arguments: Sequence[Any]) -> ForwardArgume
     states, resets = tuple(itertools.islice(each, count)), next(each)
     reset_states = tuple(itertools.islice(each, count))
     order, precision = next(each), next(each)
-    norm = loops.Norm(next(each), **of_norm) if cell.norm else None
-    return ForwardArguments(
-        xp=xp,
-        w_hh=w_hh,
-        b_hn=b_hn,
-        states=states,
-        resets=resets,
-        reset_states=reset_states,
-        norm=norm,
-        order=order,
-        precision=precision,
-        cells=next(each) if count > 1 else False,
-        save=next(each),
-        implementation=next(each, None),
+    norm = Norm(next(each), **of_norm) if cell.norm else None
+    cells, save = next(each) if count > 1 else False, next(each)
+    return ForwardCall(
+        cell, xp, w_hh, b_hn, states, resets, reset_states, norm, order, precision, cells, save, next(each, None)
     )
-
-
-class BackwardArguments(NamedTuple):
-    """The arguments of a backward operator; those of each state, and the residuals, are in one tuple.
-
-    Attributes:
-      w_hh: `[S, gates * H, H]`.
-      hs: `[G, T, B, H]`, which connects the operator to the inputs, see `operators`, and is not read.
-      residuals: by name, what `torch_bridge.cells.CellSpec.saved` lists.
-      resets: `[G, T, B]` or None.
-      dsequences: gradients of the states of every step, `[G, T, B, H]` or None for zeros; the arguments "dhs", ...
-      dlast: gradients of the last states, `[G, B, H]` or None for zeros; the arguments "dh_last", ...
-      order: see `ForwardArguments`.
-      precision: see `ForwardArguments`.
-      norm_width: the number of elements that the norm sees, an argument only if the cell has a norm, else 0.
-      reset_gradients: whether to return the gradient of each step's reset states.
-      implementation: see `ForwardArguments`.
-    """
-
-    w_hh: Tensor
-    hs: Tensor
-    residuals: dict[str, Tensor]
-    resets: Tensor | None
-    dsequences: tuple[Tensor | None, ...]
-    dlast: tuple[Tensor | None, ...]
-    order: str
-    precision: str
-    norm_width: int
-    reset_gradients: bool
-    implementation: str | None
 
 
 def backward_types(cell: CellSpec) -> dict[str, str]:
@@ -132,10 +75,18 @@ def backward_types(cell: CellSpec) -> dict[str, str]:
     }
 
 
-def backward_arguments(cell: CellSpec, arguments: Sequence[Any]) -> BackwardArguments:
-    """Groups the arguments of a cell's backward operator, as `forward_arguments` does."""
+def backward_arguments(x: BackwardCall) -> tuple[Any, ...]:
+    """Returns the arguments of a cell's backward operator."""
+    width = (x.norm_width,) if x.cell.norm else ()
+    arrays = x.w_hh, x.hs, *x.residuals.values(), x.resets, *x.dsequences, *x.dlast
+    return *arrays, x.order, x.precision, *width, x.reset_gradients, x.implementation
+
+
+def backward_call(cell: CellSpec, arguments: Sequence[Any]) -> BackwardCall:
+    """Returns the call of a cell's backward operator, as `forward_call` does."""
     each, count = iter(arguments), len(cell.states)
-    return BackwardArguments(
+    return BackwardCall(
+        cell=cell,
         w_hh=next(each),
         hs=next(each),
         residuals={name: next(each) for name in cell.saved},
@@ -157,45 +108,46 @@ def schema(types: Mapping[str, str], results: int) -> str:
 
 
 def _check(
-    cell: CellSpec, sizes: tiling.Sizes, sequences: dict[str, Tensor | None], states: dict[str, Tensor | None],
-    weights: dict[str, Tensor], order: str, precision: str,
+    x: ForwardCall | BackwardCall, sequences: dict[str, Tensor | None], states: dict[str, Tensor | None],
+    weights: dict[str, Tensor],
 ) -> None:  # fmt: skip
-    """Raises ValueError unless the arrays of an operator have the shapes that kernels read, and at least one step.
+    """Raises ValueError unless the arrays of a call have the shapes that kernels read, and at least one step.
 
     There may be no sequences. It also raises if the arrays are on different devices, or if the order or the precision
     is unknown.
     """
-    models, groups, steps, batch, hidden = sizes
-    op_common.check_devices("w_hh", weights["w_hh"], sequences | states | weights)
-    if order not in kernels.REVERSE or precision not in PRECISIONS:
+    cell, (models, groups, steps, batch, hidden) = x.cell, kernels.sizes_of(x)
+    op_common.check_devices("w_hh", x.w_hh, sequences | states | weights)
+    if x.order not in kernels.REVERSE or x.precision not in PRECISIONS:
         raise ValueError(
             f"order must be one of {', '.join(kernels.REVERSE)}; precision must be one of "
-            f"{', '.join(PRECISIONS)}; got {order!r} and {precision!r}"
+            f"{', '.join(PRECISIONS)}; got {x.order!r} and {x.precision!r}"
         )
     if steps < 1:
         raise ValueError(f"a recurrence needs at least one step, and {next(iter(sequences))} has none")
     if models < 1 or groups % models:
         raise ValueError(f"the number of groups, {groups}, must be a multiple of the number of models, {models}")
     widths = {"xp": cell.gates, **dict(cell.residuals)}
-    for name, x in sequences.items():
+    for name, array in sequences.items():
         shape: tuple[int, ...] = (groups, steps, batch, widths.get(name, 1) * hidden)
         if name in ("resets", "scale", "x_norm", "x_mean"):
             shape = shape[:3]
-        if x is not None and tuple(x.shape) != shape:
-            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}")
-    for name, x in states.items():
-        if x is not None and tuple(x.shape) != (groups, batch, hidden):
-            raise ValueError(f"{name} must be {(groups, batch, hidden)}, got {tuple(x.shape)}")
-    for name, x in weights.items():
+        if array is not None and tuple(array.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(array.shape)}")
+    for name, array in states.items():
+        if array is not None and tuple(array.shape) != (groups, batch, hidden):
+            raise ValueError(f"{name} must be {(groups, batch, hidden)}, got {tuple(array.shape)}")
+    for name, array in weights.items():
         wanted: tuple[int, ...] = {
             "w_hh": (models, cell.gates * hidden, hidden), "b_hn": (models, hidden),
         }.get(name, (models, cell.gates * hidden))  # fmt: skip
-        if tuple(x.shape) != wanted:
-            raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
+        if tuple(array.shape) != wanted:
+            raise ValueError(f"{name} must be {wanted}, got {tuple(array.shape)}")
 
 
-def check_forward(cell: CellSpec, x: ForwardArguments) -> None:
+def check_forward(x: ForwardCall) -> None:
     """Raises the errors of `_check`, and ValueError if only some of the states have a reset state."""
+    cell = x.cell
     states: dict[str, Tensor | None] = {f"{s}0": state for s, state in zip(cell.states, x.states, strict=True)}
     sequences: dict[str, Tensor | None] = {"xp": x.xp, "resets": x.resets}
     reset_states = {f"reset_{s}": state for s, state in zip(cell.states, x.reset_states, strict=True)}
@@ -211,13 +163,12 @@ def check_forward(cell: CellSpec, x: ForwardArguments) -> None:
     if x.norm is not None:
         weights |= {name: getattr(x.norm, name) for name in cell.norm_weights}
         sequences |= {name: getattr(x.norm, name) for name in cell.norm_inputs}
-    _check(cell, kernels.sizes_of(x.xp, x.w_hh), sequences, states, weights, x.order, x.precision)
+    _check(x, sequences, states, weights)
 
 
-def check_backward(cell: CellSpec, x: BackwardArguments) -> None:
+def check_backward(x: BackwardCall) -> None:
     """Raises the errors of `_check`."""
-    sizes = kernels.sizes_of(x.residuals["local_grads"], x.w_hh)
     sequences = {**x.residuals, "resets": x.resets}
-    sequences |= {f"d{s}s": d for s, d in zip(cell.states, x.dsequences, strict=True)}
-    last = {f"d{s}_last": d for s, d in zip(cell.states, x.dlast, strict=True)}
-    _check(cell, sizes, sequences, last, {"w_hh": x.w_hh}, x.order, x.precision)
+    sequences |= {f"d{s}s": d for s, d in zip(x.cell.states, x.dsequences, strict=True)}
+    last = {f"d{s}_last": d for s, d in zip(x.cell.states, x.dlast, strict=True)}
+    _check(x, sequences, last, {"w_hh": x.w_hh})

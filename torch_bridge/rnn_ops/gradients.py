@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge import op_common
-from torch_bridge.cells import CellSpec
-from torch_bridge.rnn_ops.arguments import ForwardArguments
+from torch_bridge.calls import ForwardCall
 
 
 def _shift_one_step(history: Tensor, first: Tensor, reverse: bool) -> Tensor:
@@ -30,30 +29,29 @@ def _with_resets(previous: Tensor, resets: Tensor | None, reset_h: Tensor | None
     return torch.where(start, state.to(previous.dtype), previous)
 
 
-def _states_read(
-    hs: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str, models: int, dtype: torch.dtype
-) -> list[tuple[slice, Tensor]]:
+def _states_read(x: ForwardCall, hs: Tensor, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
     """Returns the hidden states that steps read, as pairs of a slice of steps and the states `[G, steps, B, H]`.
 
     Where time is the slowest axis in memory, the first step is a part of its own. The other states then need not be
     copied to be concatenated with it.
     """
-    hs, h0, groups, steps = hs.to(dtype), h0.to(dtype), *hs.shape[:2]
-    if order == "bidirectional":
+    models, resets, reset_h = x.w_hh.shape[0], x.resets, x.reset_states[0]
+    hs, h0, groups, steps = hs.to(dtype), x.states[0].to(dtype), *hs.shape[:2]
+    if x.order == "bidirectional":
         pairs = zip(hs.unflatten(0, (models, -1)), h0.unflatten(0, (models, -1)), strict=True)
         whole = torch.cat([_shift_one_step(*pair, reverse=s % 2 == 1) for s, pair in enumerate(pairs)])
         parts = [(slice(0, steps), whole)]
     elif groups > models or steps == 1:
-        parts = [(slice(0, steps), _shift_one_step(hs, h0, order == "reverse"))]
-    elif order == "reverse":
+        parts = [(slice(0, steps), _shift_one_step(hs, h0, x.order == "reverse"))]
+    elif x.order == "reverse":
         parts = [(slice(0, steps - 1), hs[:, 1:]), (slice(steps - 1, steps), h0[:, None])]
     else:
         parts = [(slice(1, steps), hs[:, :-1]), (slice(0, 1), h0[:, None])]
 
-    def of(steps: slice, x: Tensor | None) -> Tensor | None:
-        return x if x is None or (x is reset_h and x.ndim == 3) else x[:, steps]
+    def of(steps: slice, y: Tensor | None) -> Tensor | None:
+        return y if y is None or (y is reset_h and y.ndim == 3) else y[:, steps]
 
-    return [(part, _with_resets(x, of(part, resets), of(part, reset_h))) for part, x in parts]
+    return [(part, _with_resets(previous, of(part, resets), of(part, reset_h))) for part, previous in parts]
 
 
 def _sum_products(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tensor:
@@ -73,11 +71,10 @@ def reset_state_gradient(x: Tensor, like: Tensor) -> Tensor:
     return (x if like.ndim == 4 else x.sum(1)).to(like.dtype)
 
 
-def weight_gradient(cell: CellSpec, x: ForwardArguments, hs: Tensor, gradients: Mapping[str, Tensor]) -> Tensor:
+def weight_gradient(x: ForwardCall, hs: Tensor, gradients: Mapping[str, Tensor]) -> Tensor:
     """Returns the gradient of `w_hh`, given the results of the backward operator by name."""
-    models, hidden = x.w_hh.shape[0], x.w_hh.shape[-1]
-    seen = _states_read(hs, x.states[0], x.resets, x.reset_states[0], x.order, models, x.w_hh.dtype)
-    dxp = gradients["dxp"]
+    cell, models, hidden = x.cell, x.w_hh.shape[0], x.w_hh.shape[-1]
+    seen, dxp = _states_read(x, hs, x.w_hh.dtype), gradients["dxp"]
     if not cell.last_gate_separate:
         return _sum_products(dxp, seen, models)
     first = _sum_products(dxp[..., : (cell.gates - 1) * hidden], seen, models)
@@ -86,7 +83,7 @@ def weight_gradient(cell: CellSpec, x: ForwardArguments, hs: Tensor, gradients: 
 
 def norm_gradients(
     wanted: Sequence[str],
-    x: ForwardArguments,
+    x: ForwardCall,
     hs: Tensor,
     scale: Tensor,
     gradients: Mapping[str, Tensor],
@@ -95,7 +92,7 @@ def norm_gradients(
 
     Args:
       wanted: names of arguments.
-      x: the arguments of the forward operator.
+      x: the forward call.
       hs: the hidden states of all steps.
       scale: `[G, T, B]`, the factor of each step's norm.
       gradients: the results of the backward operator by name.
@@ -117,7 +114,7 @@ def norm_gradients(
     if "w_sum" in wanted:
         found["w_sum"] = -sum_by_model(dxp * x_mean.to(wide)[..., None]).to(w_sum.dtype)
     if "x_mean" in wanted:
-        seen = _states_read(hs, x.states[0], x.resets, x.reset_states[0], x.order, x.w_hh.shape[0], wide)
+        seen = _states_read(x, hs, wide)
         ordered = sorted(seen, key=lambda part: part[0].start)
         h_mean = torch.cat([h for _, h in ordered], 1).mean(-1)
         width = x.norm.width

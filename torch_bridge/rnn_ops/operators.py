@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_bridge import choice, loops, op_common, rules, steps
+from torch_bridge import choice, loops, op_common, steps
+from torch_bridge.calls import BackwardCall, ForwardCall
 from torch_bridge.cells import CELLS, CellSpec
 from torch_bridge.registration import call_after_import
 from torch_bridge.rnn_ops import kernels
 from torch_bridge.rnn_ops.arguments import (
-    ForwardArguments,
     backward_arguments,
+    backward_call,
     backward_types,
     check_backward,
     check_forward,
-    forward_arguments,
+    forward_call,
+    forward_options,
+    forward_tensors,
     forward_types,
     schema,
 )
 from torch_bridge.rnn_ops.gradients import norm_gradients, reset_state_gradient, weight_gradient
 from torch_bridge.rnn_ops.implementation import should_launch_kernels
-from torch_bridge.rnn_ops.kernels import Outputs
 from torch_bridge.rnn_ops.outputs import as_outputs, backward_names, backward_outputs, forward_outputs
 from torch_bridge.rnn_ops.vmap import vmap_rule
-
-
-def _readable_resets(resets: Tensor | None) -> Tensor | None:
-    return resets if resets is None or op_common.dtype_name(resets.dtype) in rules.RESET_DTYPES else resets != 0
 
 
 def _forward_flops(xp: Any, w_hh: Any, *_: Any, **__: Any) -> int:
@@ -44,44 +43,46 @@ def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
     return _forward_flops(hs, w_hh)
 
 
-def _split_gradient_arguments(cell: CellSpec, options: Sequence[Any], every: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Splits `every` into the forward operator's arguments, its outputs' gradients by name, and `hs` and the residuals.
+def _split_gradient_arguments(
+    cell: CellSpec, wanted: Sequence[str], options: Sequence[Any], every: Sequence[Any]
+) -> tuple[ForwardCall, BackwardCall]:
+    """Returns the forward call, and the backward call that the gradients of the arguments in `wanted` need.
 
-    `every` has the tensor arguments, the gradients of `{s}s` for each state s, those of `{s}_last`, `hs` and the
-    residuals, in this order. The arguments end with `options`.
+    `every` has the tensor arguments of the forward operator, which end with `options`, the gradients of the states of
+    every step, those of the last states, and `hs` and the residuals, in this order.
     """
-    count, outputs = len(cell.states), [f"{s}{end}" for end in ("s", "_last") for s in cell.states]
+    count = len(cell.states)
     tensors = len(every) - 2 * count - 1 - len(cell.saved)
-    grads = dict(zip(outputs, every[tensors : tensors + 2 * count], strict=True))
-    return (*every[:tensors], *options), grads, every[tensors + 2 * count :]
+    x = forward_call(cell, (*every[:tensors], *options))
+    needs_reset_gradients = x.resets is not None and any(f"reset_{s}" in wanted for s in cell.states)
+    each = iter(every[tensors:])
+    dsequences, dlast, hs = tuple(itertools.islice(each, count)), tuple(itertools.islice(each, count)), next(each)
+    return x, BackwardCall(
+        cell, x.w_hh, hs, dict(zip(cell.saved, each, strict=True)), x.resets, dsequences, dlast, x.order, x.precision,
+        x.norm_width, needs_reset_gradients, x.implementation,
+    )  # fmt: skip
 
 
 def _first_order_gradients(
-    cell: CellSpec, wanted: Sequence[str], options: Sequence[Any], backward_op: Any, *every: Tensor | None
+    cell: CellSpec, wanted: Sequence[str], options: Sequence[Any], *every: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of the arguments in `wanted`, by the backward operator."""
-    arguments, grads, (hs, *residuals) = _split_gradient_arguments(cell, options, every)
-    x = forward_arguments(cell, arguments)
-    width = () if x.norm is None else (x.norm.width,)
-    needs_reset_gradients = x.resets is not None and any(f"reset_{s}" in wanted for s in cell.states)
-    found = op_common.call(
-        backward_op, x.w_hh, hs, *residuals, x.resets, *grads.values(), x.order, x.precision, *width,
-        needs_reset_gradients, x.implementation,
-    )  # fmt: skip
-    found = dict(zip(backward_names(cell), found, strict=True))
+    x, gradient = _split_gradient_arguments(cell, wanted, options, every)
+    results = op_common.call(OPERATORS[cell.name].backward, *backward_arguments(gradient))
+    found = dict(zip(backward_names(cell), results, strict=True))
     returned = {"xp": found["dxp"]}
     if "w_hh" in wanted:
-        returned["w_hh"] = weight_gradient(cell, x, hs, found)
+        returned["w_hh"] = weight_gradient(x, gradient.hs, found)
     if "b_hn" in wanted:
         returned["b_hn"] = found["dhn"].reshape(x.w_hh.shape[0], -1, x.w_hh.shape[-1]).sum(1)
     if x.norm is not None:
-        returned |= norm_gradients(wanted, x, hs, residuals[-1], found)
+        returned |= norm_gradients(wanted, x, gradient.hs, gradient.residuals["scale"], found)
     for s, state, reset_state in zip(cell.states, x.states, x.reset_states, strict=True):
         returned[f"{s}0"] = found[f"d{s}0"].to(state.dtype)
         if reset_state is not None and f"reset_{s}" in wanted:
             dreset = found[f"dreset_{s}"]
             returned[f"reset_{s}"] = (
-                reset_state_gradient(dreset, reset_state) if needs_reset_gradients else torch.zeros_like(reset_state)
+                reset_state_gradient(dreset, reset_state) if gradient.reset_gradients else torch.zeros_like(reset_state)
             )
     return tuple(returned[name] for name in wanted)
 
@@ -90,23 +91,22 @@ def _reference_gradients(
     cell: CellSpec, wanted: Sequence[str], options: Sequence[Any], *every: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Computes what `_first_order_gradients` does, by differentiating the loop in PyTorch operations."""
-    arguments, grads, _ = _split_gradient_arguments(cell, options, every)
-    names = [*forward_types(cell)]
+    x, gradient = _split_gradient_arguments(cell, wanted, options, every)
+    arguments, names = [*forward_tensors(x), *options], [*forward_types(cell)]
     places = [names.index(name) for name in wanted]
-    given = {name: d for name, d in grads.items() if d is not None}
+    outputs = [f"{s}{end}" for end in ("s", "_last") for s in cell.states]
+    grads = zip(outputs, (*gradient.dsequences, *gradient.dlast), strict=True)
+    given = {name: d for name, d in grads if d is not None}
 
     def loop(*some: Tensor) -> tuple[Tensor, ...]:
         new = dict(zip(places, some, strict=True))
-        x = forward_arguments(cell, [new.get(i, y) for i, y in enumerate(arguments)])
-        arrays = x.xp, x.w_hh, x.b_hn, x.states, x.resets, x.reset_states, x.norm
-        run = op_common.without_autocast(loops.forward)
-        found = run(*arrays, cell=cell, order=x.order, cells=x.cells, save=False)
+        again = forward_call(cell, [new.get(i, y) for i, y in enumerate(arguments)])
+        with op_common.autocast_off(again.xp.device.type):
+            found = loops.forward(again._replace(save=False))
         return tuple(found[name].to(d.dtype) for name, d in given.items())
 
     vjp: Any = torch.func.vjp(loop, *[arguments[i] for i in places])[1]
-    dtype = forward_arguments(
-        cell, arguments
-    ).w_hh.dtype  # in which `_first_order_gradients` returns those of `xp` and `b_hn`
+    dtype = x.w_hh.dtype  # in which `_first_order_gradients` returns those of `xp` and `b_hn`
     return tuple(
         d.to(dtype) if name in ("xp", "b_hn") else d for name, d in zip(wanted, vjp(tuple(given.values())), strict=True)
     )
@@ -127,74 +127,56 @@ def _define(cell: CellSpec) -> Operators:
 
     @op_common.define(name, schema(types, len(results)))
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        x = forward_arguments(cell, arguments)
+        x = forward_call(cell, arguments)
         launch = should_launch_kernels(x.implementation, x.w_hh)
-        check_forward(cell, x)
-        returned = forward_outputs(cell, x, launch)
+        check_forward(x)
+        returned = forward_outputs(x, launch)
         if launch and x.xp.numel() > 0:
-            arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states, x.norm
-            return kernels.forward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
-        return run_loop(x, returned, loops.unrolled)
-
-    def run_loop(x: ForwardArguments, returned: Outputs, loop: Any) -> tuple[Tensor, ...]:
-        arrays = x.xp, x.w_hh, x.b_hn, x.states, x.resets, x.reset_states, x.norm
-        found = loops.forward(*arrays, cell=cell, order=x.order, cells=x.cells, save=x.save, loop=loop)
-        return as_outputs(found, returned, x.xp)
+            return kernels.forward(x, returned)
+        return as_outputs(loops.forward(x), returned, x.xp)
 
     def forward_decomposed(*arguments: Any) -> tuple[Tensor, ...]:
-        x = forward_arguments(cell, arguments)
+        x = forward_call(cell, arguments)
         if torch.onnx.is_in_onnx_export():
             x = x._replace(save=False)  # the backward operator has no decomposition
         steps = x.xp.shape[1]
         is_single = isinstance(steps, int) and steps == 1  # a symbolic number of steps may become any
-        returned = forward_outputs(cell, x, should_launch_kernels(x.implementation, x.w_hh))
-        return run_loop(x, returned, loops.unrolled if is_single else loops.scanned)
+        returned = forward_outputs(x, should_launch_kernels(x.implementation, x.w_hh))
+        return as_outputs(loops.forward(x, loops.unrolled if is_single else loops.scanned), returned, x.xp)
 
     def forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-        x = forward_arguments(cell, arguments)
+        x = forward_call(cell, arguments)
         op_common.check_devices("w_hh", x.w_hh, dict(zip(names, arguments[:tensors], strict=False)))
         launch = should_launch_kernels(x.implementation, x.w_hh)
-        returned = forward_outputs(cell, x, launch)
+        returned = forward_outputs(x, launch)
         # with a listener (`torch_bridge.explain`), `kernels.forward` records the launch and runs nothing
         if launch and choice.listener() is not None and x.xp.numel() > 0:
-            arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states, x.norm
-            return kernels.forward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
+            return kernels.forward(x, returned)
         return op_common.fake(returned, x.xp)
 
     @op_common.define(f"{name}_backward", schema(backward_types(cell), len(dresults)))
     def backward(*arguments: Any) -> tuple[Tensor, ...]:
-        x = backward_arguments(cell, arguments)
+        x = backward_call(cell, arguments)
         launch = should_launch_kernels(x.implementation, x.w_hh)
-        check_backward(cell, x)
-        returned, like = backward_outputs(cell, x), x.residuals["local_grads"]
-        arrays = x.w_hh, x.residuals, _readable_resets(x.resets), x.dsequences
-        if launch and like.numel() > 0:
-            return kernels.backward(
-                *arrays, x.dlast, cell=cell, order=x.order, precision=x.precision, returned=returned,
-                norm_width=x.norm_width,
-            )  # fmt: skip
-        dlast = [like.new_zeros(returned["dh0"][0]) if d is None else d for d in x.dlast]
-        found = loops.backward(
-            *arrays, dlast, cell=cell, order=x.order, reset_gradients=x.reset_gradients, norm_width=x.norm_width
-        )
-        return as_outputs(found, returned, like)
+        check_backward(x)
+        returned = backward_outputs(x)
+        if launch and x.sequence.numel() > 0:
+            return kernels.backward(x, returned)
+        return as_outputs(loops.backward(x), returned, x.sequence)
 
     def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-        x = backward_arguments(cell, arguments)
-        returned, like = backward_outputs(cell, x), x.residuals["local_grads"]
+        x = backward_call(cell, arguments)
+        returned = backward_outputs(x)
         # as in `forward_fake`
-        if choice.listener() is not None and like.numel() > 0 and should_launch_kernels(x.implementation, x.w_hh):
-            arrays = x.w_hh, x.residuals, _readable_resets(x.resets), x.dsequences, x.dlast
-            return kernels.backward(
-                *arrays, cell=cell, order=x.order, precision=x.precision, returned=returned, norm_width=x.norm_width
-            )
-        return op_common.fake(returned, like)
+        if choice.listener() is not None and x.sequence.numel() > 0 and should_launch_kernels(x.implementation, x.w_hh):
+            return kernels.backward(x, returned)
+        return op_common.fake(returned, x.sequence)
 
     forward_op = getattr(torch.ops.torch_bridge, cell.name).default
     backward_op = getattr(torch.ops.torch_bridge, f"{cell.name}_backward").default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, found = forward_arguments(cell, inputs), dict(zip(results, output, strict=True))
+        x, found = forward_call(cell, inputs), dict(zip(results, output, strict=True))
         residuals = [found[name] for name in cell.saved]
         ctx.call = choice.current()  # for `torch_bridge.explain`: the backward launches belong to this call
         ctx.set_materialize_grads(False)
@@ -210,7 +192,7 @@ def _define(cell: CellSpec) -> Operators:
         saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint lets a tensor be unpacked once
         choice.resume(ctx.call)  # only after the read, in which a checkpoint runs the forward pass again
         arrays, (hs, *residuals), options = saved[:tensors], saved[tensors:], ctx.options
-        x = forward_arguments(cell, (*arrays, *options))
+        x = forward_call(cell, (*arrays, *options))
         given = dict(zip(results, grads, strict=True))
         dsequences = [given[f"{s}s"] if s == "h" or x.cells else None for s in cell.states]
         dlast = [given[f"{s}_last"] for s in cell.states]
@@ -219,12 +201,11 @@ def _define(cell: CellSpec) -> Operators:
         if not wanted or all(d is None for d in (*dsequences, *dlast)):
             return (None,) * len(names)
         if not x.save:
-            again = {"order": x.order, "precision": x.precision, "cells": False, "save": True}
-            again |= {"implementation": x.implementation, "norm_width": 0 if x.norm is None else x.norm.width}
-            found = op_common.call(forward_op, *arrays, *(again[name] for name in names[tensors:]))
+            again = forward_options(x._replace(cells=False), save=True)
+            found = op_common.call(forward_op, *arrays, *again)
             found = dict(zip(results, found, strict=True))
             hs, residuals = found["hs"], [found[name] for name in cell.saved]
-        compute = functools.partial(_first_order_gradients, cell, wanted, options, backward_op)
+        compute = functools.partial(_first_order_gradients, cell, wanted, options)
         every = *arrays, *dsequences, *dlast, hs, *residuals
         if should_launch_kernels(x.implementation, x.w_hh):
             returned = compute(*every)
@@ -263,36 +244,12 @@ def _register_flops() -> None:
 call_after_import("torch.utils.flop_counter", _register_flops)  # which imports Triton
 
 
-def forward(
-    cell: CellSpec,
-    arrays: tuple[
-        Tensor, Tensor, Tensor | None, Sequence[Tensor], Tensor | None, Sequence[Tensor | None], loops.Norm | None
-    ],
-    order: str,
-    precision: str,
-    cells: bool,
-    implementation: str | None,
-) -> dict[str, Tensor]:
-    """Calls the forward operator of a cell. It saves residuals if a gradient may be requested.
+def forward(x: ForwardCall) -> dict[str, Tensor]:
+    """Calls the forward operator of a cell, and returns its outputs by name.
 
-    Args:
-      cell: an entry of the cell table.
-      arrays: `xp`, `w_hh`, `b_hn`, the states, `resets`, the reset states and what belongs to the norm, see
-        `torch_bridge.loops.forward`.
-      order: the direction through time, see `torch_bridge.loops`.
-      precision: precision of float32 products, by Triton's name.
-      cells: whether to return every state of every step, instead of the hidden states only.
-      implementation: "triton", "loop", or None for the kernels where they can run, else the loop.
-
-    Returns:
-      The outputs of the operator, by name.
+    It saves residuals if a gradient may be requested.
     """
-    xp, w_hh, b_hn, states, resets, reset_states, norm = arrays
-    of_norm = [] if norm is None else [getattr(norm, name) for name in (*cell.norm_weights, *cell.norm_inputs)]
-    arguments = xp, w_hh, *([] if b_hn is None else [b_hn]), *of_norm, *states, resets, *reset_states
-    save = op_common.wants_gradients([x for x in arguments if x is not None])
-    several = (cells,) if len(cell.states) > 1 else ()
-    width = () if norm is None else (norm.width,)
-    options = order, precision, *width, *several, save, implementation
-    results = op_common.call(OPERATORS[cell.name].forward, *arguments, *options)
-    return dict(zip(cell.forward_outputs, results, strict=True))
+    arrays = forward_tensors(x)
+    save = op_common.wants_gradients([array for array in arrays if array is not None])
+    results = op_common.call(OPERATORS[x.cell.name].forward, *arrays, *forward_options(x, save))
+    return dict(zip(x.cell.forward_outputs, results, strict=True))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_bridge import op_common, rules
+from torch_bridge.calls import BackwardCall, ForwardCall
 from torch_bridge.cells import CellSpec
-from torch_bridge.rnn_ops.arguments import BackwardArguments, ForwardArguments
 from torch_bridge.rnn_ops.kernels import Outputs
 
 
@@ -21,8 +21,9 @@ def _residual_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> t
     return torch.float16 if fits_float16 else torch.float32
 
 
-def forward_outputs(cell: CellSpec, x: ForwardArguments, kernels: bool) -> Outputs:
+def forward_outputs(x: ForwardCall, kernels: bool) -> Outputs:
     """Returns the outputs of the forward operator."""
+    cell = x.cell
     groups, steps, batch = x.xp.shape[:3]
     hidden = x.states[0].shape[-1]
     outputs: Outputs = {}
@@ -51,9 +52,10 @@ def backward_names(cell: CellSpec) -> list[str]:
     ]
 
 
-def backward_outputs(cell: CellSpec, x: BackwardArguments) -> Outputs:
+def backward_outputs(x: BackwardCall) -> Outputs:
     """Returns the outputs of the backward operator."""
-    groups, steps, batch = x.residuals["local_grads"].shape[:3]
+    cell = x.cell
+    groups, steps, batch = x.sequence.shape[:3]
     hidden, wide = x.w_hh.shape[-1], op_common.accumulation_dtype(x.w_hh.dtype)
     each_step = (groups, steps, batch, hidden)
     dreset: Any = (each_step if x.reset_gradients and x.resets is not None else (0,), wide)

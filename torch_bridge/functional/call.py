@@ -1,10 +1,17 @@
-"""One direction of a recurrent layer: its arguments and its results."""
+"""A call of a layer: its arrays and options, made where arguments are checked and passed whole; and its results."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+
+from torch_bridge.cells import CellSpec
+from torch_bridge.rnn_ops import Precision
+
+Implementation = Literal["triton", "torch"] | None
+"""The type of the argument `implementation`, which `gru` describes."""
 
 
 class Direction(NamedTuple):
@@ -35,9 +42,31 @@ class Direction(NamedTuple):
         return (*self[:5], *self.states, self.resets, *self.reset_states)
 
 
-def blocks_of(w_hh: Tensor) -> int:
-    """Returns the number of blocks of recurrent weights, 1 for a matrix."""
-    return w_hh.shape[0] if w_hh.ndim == 3 else 1
+class Call(NamedTuple):
+    """The arrays and the options of a call of a layer.
+
+    Attributes:
+      cell: an entry of the cell table.
+      xs: `[T, *batch, D]`, or `[*batch, T, D]` if `batch_first`; shared by the directions.
+      directions: one, or two with the same shapes.
+      reverse: whether a single direction runs from the last step to the first.
+      batch_first: the layout of every array with a time axis.
+      cells: whether to return the cell states of all steps.
+      precision: see `gru`.
+      implementation: see `gru`.
+      epsilon: what the norm of the cell adds to the variance, if it has a norm. The weights of each direction are then
+        those that `norm_weights.fold` returns.
+    """
+
+    cell: CellSpec
+    xs: Tensor
+    directions: Sequence[Direction]
+    reverse: bool = False
+    batch_first: bool = False
+    cells: bool = False
+    precision: Precision = None
+    implementation: Implementation = None
+    epsilon: float = 0.0
 
 
 class DirectionResult(NamedTuple):
