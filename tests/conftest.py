@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=("quick", "rest"), help="run what the marker `quick` chooses, or the others")
     parser.addoption(
         "--full", action="store_true",
-        help="compile_only: compile all configurations for every GPU, not only a part for GPUs that differ little",
+        help="compile_only: compile all configurations for every GPU, not only those that take the most registers",
     )  # fmt: skip
     parser.addoption(
         "--ptx-hashes", type=Path, metavar="FILE",

@@ -21,19 +21,6 @@ from benchmarks.settings import Settings
 ROOT = Path(__file__).parents[2]
 
 
-def test_problems_cover_the_shapes_of_agents():
-    """There are at least 100: both cells, 1 to 4096 sequences, 8 to 1024 units, 1 and 16 to 1024 steps, and models."""
-    problems = cases.CHOICE
-    assert len(problems) >= 100 and len(set(map(str, problems))) == len(problems)
-    assert {problem.cell for problem in problems} == {"gru", "lstm"}
-    assert {1, 4096} <= {problem.B for problem in problems} and {8, 1024} <= {problem.H for problem in problems}
-    assert {1, 16, 1024} <= {problem.T for problem in problems} and any(problem.models for problem in problems)
-    assert {problem.gradients for problem in problems if problem.T == 1} == {False}
-    assert {"bf16"} <= {problem.dtype for problem in problems}
-    assert any(problem.reset_state for problem in problems)
-    assert "highest" in {problem.precision for problem in problems}
-
-
 def test_short_passes_are_timed_many_to_a_program():
     assert choice.passes(ChoiceCase("gru", 1, 1024, 512)) == 1
     assert choice.passes(ChoiceCase("gru", 64, 1, 128, gradients=False)) == choice.MOST_PASSES
