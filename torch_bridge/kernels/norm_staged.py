@@ -24,15 +24,6 @@ class _Staged(NamedTuple):
     dys: Any
 
 
-class _Sums(NamedTuple):
-    """The sums that the chunks of rows are added to."""
-
-    a: Any  # [BLOCK_N] over the chunks of a row, of dy * weight
-    ax: Any  # [BLOCK_N] over the chunks of a row, of dy * weight * x^
-    dweight: Any  # over rows, by chunk; empty if there is no array for them
-    dbias: Any  # like dweight
-
-
 class _Config(NamedTuple):
     """The compile-time values of the kernel."""
 
@@ -104,12 +95,14 @@ def _add(sums, chunk: gl.constexpr, term):
 
 
 @gluon.jit
-def _add_chunk(staged, slot, weights, mean, rstd, sums, chunk: gl.constexpr, cols, config: gl.constexpr):
-    """Returns `sums` with a further chunk of a row added."""
+def _add_chunk(
+    staged, slot, weights, mean, rstd, sum_a, sum_ax, dweight, dbias, chunk: gl.constexpr, cols, config: gl.constexpr
+):  # fmt: skip
+    """Adds a further chunk to the sums of a row, and to those for weight and bias."""
     dy, a, normalized = _terms(staged, slot, weights, mean, rstd, chunk, cols, config)
-    sum_ax = sums.ax + a * normalized
-    sum_a = sums.a + a
-    return _Sums(sum_a, sum_ax, _add(sums.dweight, chunk, dy * normalized), _add(sums.dbias, chunk, dy))
+    sum_ax += a * normalized
+    sum_a += a
+    return sum_a, sum_ax, _add(dweight, chunk, dy * normalized), _add(dbias, chunk, dy)
 
 
 @gluon.jit
@@ -174,19 +167,22 @@ def norm_bwd_kernel(
 
     mean, rstd = _statistics(mean_ptr, rstd_ptr, row, CENTERED)
     weights = _load(weight_ptr, 0, cols, config)
-    zeros = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
-    sums = _Sums(zeros, zeros, dweight, dbias)
+    sum_a = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
+    sum_ax = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
     for c in gl.static_range(CHUNKS):
         next_weights = _load(weight_ptr, (c + 1) % CHUNKS, cols, config)
         async_copy.wait_group(SLOTS - 1 - c)
-        sums = _add_chunk(staged, c, weights, mean, rstd, sums, c, cols, config)
+        sum_a, sum_ax, dweight, dbias = _add_chunk(
+            staged, c, weights, mean, rstd, sum_a, sum_ax, dweight, dbias, c, cols, config
+        )
         weights = next_weights
-    mean_ax = _mean(sums.ax, N)
-    mean_a = _mean(sums.a, N) if CENTERED else mean_ax
+    mean_ax = _mean(sum_ax, N)
+    mean_a = _mean(sum_a, N) if CENTERED else mean_ax
 
     for _ in range(program, tiles - programs, programs):
         next_mean, next_rstd = _statistics(mean_ptr, rstd_ptr, row + programs, CENTERED)
-        sums = _Sums(zeros, zeros, sums.dweight, sums.dbias)
+        sum_a = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
+        sum_ax = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
         for c in gl.static_range(CHUNKS):
             # in flight while this chunk is computed
             next_weights = _load(weight_ptr, (c + 1) % CHUNKS, cols, config)
@@ -198,10 +194,12 @@ def norm_bwd_kernel(
             _store_dx(dx_ptr, dtotals, row, a, normalized, rstd, mean_a, mean_ax, c, cols, config)
             async_copy.wait_group(SLOTS - CHUNKS)
             slot = (first + CHUNKS + c) % SLOTS
-            sums = _add_chunk(staged, slot, weights, next_mean, next_rstd, sums, c, cols, config)
+            sum_a, sum_ax, dweight, dbias = _add_chunk(
+                staged, slot, weights, next_mean, next_rstd, sum_a, sum_ax, dweight, dbias, c, cols, config
+            )
             weights = next_weights
-        mean_ax = _mean(sums.ax, N)
-        mean_a = _mean(sums.a, N) if CENTERED else mean_ax
+        mean_ax = _mean(sum_ax, N)
+        mean_a = _mean(sum_a, N) if CENTERED else mean_ax
         mean = next_mean
         rstd = next_rstd
         first = (first + CHUNKS) % SLOTS
@@ -219,6 +217,6 @@ def norm_bwd_kernel(
     for c in gl.static_range(CHUNKS):
         col = c * BLOCK_N + cols
         if partial_weight_ptr is not None:
-            gl.store(partial_weight_ptr + at + col, sums.dweight[c], mask=col < N)
+            gl.store(partial_weight_ptr + at + col, dweight[c], mask=col < N)
         if partial_bias_ptr is not None:
-            gl.store(partial_bias_ptr + at + col, sums.dbias[c], mask=col < N)
+            gl.store(partial_bias_ptr + at + col, dbias[c], mask=col < N)
