@@ -86,7 +86,7 @@ def call_of(
         one = Direction(  # type: ignore[call-arg]  # the parameters are before the rest
             *weights,  # type: ignore[arg-type]
             none if hx is None else tuple([x[i] for x in hx]),
-            resets[backward],
+            resets[int(backward)],  # PyTorch 2.11 compiles no index that is a bool
             none if reset_states is None else tuple([None if x is None else x[i] for x in reset_states]),
         )
         directions.append(rnn.fold_norm(one, suffix, input) if cell.norm else one)  # type: ignore[operator]
