@@ -8,7 +8,7 @@ import torch
 from ptx import Kernel
 
 from benchmarks.problems import outputs_of
-from torch_bridge import loops
+from torch_bridge import torch_loop
 from torch_bridge.calls import BackwardCall, ForwardCall, Norm
 from torch_bridge.cells import CELLS
 
@@ -68,8 +68,8 @@ def unpack_words(x: Tensor) -> dict[str, Tensor]:
 def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the outputs of a problem in float64, by name.
 
-    `torch_bridge.loops` computes them; other tests compare it with `oracle`. If the kernel packs residuals into words
-    (`problem.has_packed_residuals`), they are those that `unpack_words` returns.
+    `torch_bridge.torch_loop` computes them; other tests compare it with `oracle`. If the kernel packs residuals into
+    words (`problem.has_packed_residuals`), they are those that `unpack_words` returns.
     """
     cell = CELLS[problem.cell]
     words = unpack_words(arrays["local_grads"]) if problem.has_packed_residuals and problem.direction == "bwd" else {}
@@ -87,7 +87,7 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
             cell, float64["xp"], float64["w_hh_t"], float64.get("b_hn"), states, arrays["reset"], reset_states, norm,
             order, problem.precision, cells=True, save=True,
         )  # fmt: skip
-        results = loops.forward(call)
+        results = torch_loop.forward(call)
     else:
         residuals = {name: float64[name] for name in cell.saved}
         dsequences = tuple(float64.get(f"d{s}s") for s in cell.states)
@@ -96,7 +96,7 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
             cell, float64["w_hh"].mT, float64["dhs"], residuals, arrays["reset"], dsequences, dlast, order,
             problem.precision, problem.norm_width, reset_gradients=True,
         )  # fmt: skip
-        results = loops.backward(call)
+        results = torch_loop.backward(call)
     if problem.has_packed_residuals and problem.direction == "fwd":
         written.append("carry_gate")
     return {name: results[name] for name in written}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import choice, rules, tiling
+from torch_bridge import recording, rules, tiling
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -96,7 +96,7 @@ def warn_if_unusable(device: torch.device) -> None:
     except DriverFailsError as error:
         reason = str(error)
     if reason is not None:
-        choice.warn_once(reason)
+        recording.warn_once(reason)
 
 
 def should_launch_kernels(
@@ -112,7 +112,7 @@ def should_launch_kernels(
     Raises:
       NotImplementedError: `implementation` is "triton" and the kernels cannot run.
     """
-    profile = choice.profile()
+    profile = recording.profile()
     if implementation not in (None, "triton"):
         return False
     if implementation is None and device.type != "cuda" and profile is None:

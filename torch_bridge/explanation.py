@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bridge import availability, choice, tiling
+from torch_bridge import availability, recording, tiling
 from torch_bridge.records import CallExplanation, Explanation, merge_launches
 from torch_bridge.tracing import leaves_of, modules_of, tracing
 
@@ -60,7 +60,7 @@ def explain(
     """
     if not callable(function):
         raise ValueError(f"function must be callable, got {type(function).__name__}: pass a function and its arguments")
-    listener = choice.Listener(None if device is None else _profile(device))
+    listener = recording.Listener(None if device is None else _profile(device))
     with tracing(listener, modules_of((function, getattr(function, "__self__", None), args, kwargs))):
         try:
             results = function(*args, **kwargs)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge import availability, choice, op_common, tiling
+from torch_bridge import availability, op_common, recording, tiling
 
 Kind = Literal["rms", "layer"]
 
@@ -171,12 +171,12 @@ def _launch(
 
     problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
     made = op_common.load(norms.Launch, problem, ordinal)
-    choice.log_launch(f"{kind}_norm", direction, made)
+    recording.log_launch(f"{kind}_norm", direction, made)
     return made
 
 
 def _tell_launch(
-    listener: choice.Listener, kind: Kind, direction: Any, epsilon: float, arrays: dict[str, Tensor | None],
+    listener: recording.Listener, kind: Kind, direction: Any, epsilon: float, arrays: dict[str, Tensor | None],
     outputs: dict[str, tuple[Any, torch.dtype]],
 ) -> None:  # fmt: skip
     """Tells a listener what `_run` would launch, if anything."""
@@ -321,7 +321,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         dtype: torch.dtype, save: bool, implementation: str | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         returned = _forward_outputs(kind, x, residual, dtype, save)
-        listener = choice.listener()
+        listener = recording.listener()
         if listener is not None and should_launch_kernels(implementation, x, weight, bias, residual):
             arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
             _tell_launch(listener, kind, "fwd", epsilon, arrays, returned)
@@ -348,7 +348,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
-        listener = choice.listener()
+        listener = recording.listener()
         if listener is not None and should_launch_kernels(implementation, x, dy, dtotal, weight, rstd):
             arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
             _tell_launch(listener, kind, "bwd", 0.0, arrays, returned)
@@ -359,7 +359,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
 
     def setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         x, weight, bias, residual, ctx.epsilon, ctx.dtype, ctx.saves, ctx.implementation = inputs
-        ctx.call = choice.current()
+        ctx.call = recording.current()
         _, total, mean, rstd = output
         ctx.dtypes = [None if y is None else y.dtype for y in (x, weight, bias, residual)]
         ctx.set_materialize_grads(False)
@@ -368,7 +368,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
 
     def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        choice.resume(ctx.call)  # after the read, in which a checkpoint runs the forward pass again
+        recording.resume(ctx.call)  # after the read, in which a checkpoint runs the forward pass again
         of_x, of_weight, of_bias, of_residual = ctx.dtypes
         dtotal = dtotal if of_residual is not None else None  # without a residual, `total` is an empty output
         needs = ctx.needs_input_grad

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge import availability, choice, tiling
+from torch_bridge import availability, recording, tiling
 
 # Launches.
 
@@ -390,7 +390,7 @@ def is_unobserved(tensors: list[Tensor]) -> bool:
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(map(_is_wrapped, tensors)):
         return False
     # a listener is a dispatch mode, but `torch_bridge.explain` reports what a call without that mode would run
-    return choice.listener() is not None or not _is_observed_by_dispatch(tensors)
+    return recording.listener() is not None or not _is_observed_by_dispatch(tensors)
 
 
 def wants_gradients(tensors: list[Tensor]) -> bool:

@@ -66,7 +66,9 @@ def call_after_import(name: str, function: Callable[[], None]) -> None:
 
 # The modules that define the operators, and what these import.
 _OPERATORS = ("torch_bridge.rnn_ops", "torch_bridge.norm_ops")
-_PARTS = tuple(f"torch_bridge.{name}" for name in ("calls", "choice", "availability", "op_common", "steps", "loops"))
+_PARTS = tuple(
+    f"torch_bridge.{name}" for name in ("calls", "recording", "availability", "op_common", "steps", "torch_loop")
+)
 
 
 def _register_operators() -> None:

@@ -1,4 +1,4 @@
-"""The pointwise part of each cell in PyTorch operations: what `torch_bridge.loops` computes between its products.
+"""The pointwise part of each cell in PyTorch operations: what `torch_bridge.torch_loop` computes between its products.
 
 `Cell` is the contract, that of `torch_bridge.kernels.cells` on tensors, where each cell's file explains its local
 gradients. Gates and local gradients come in one tensor each, so that a cell can apply one operation to several of them:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torch_bridge import choice
+from torch_bridge import recording
 
 
 class _TensorState(NamedTuple):
@@ -61,7 +61,7 @@ class _Mode(FakeTensorMode):
     that are written to are replaced by fake ones.
 
     Attributes:
-      torch_bridge_listener: what `choice.listener` returns in this mode.
+      torch_bridge_listener: what `recording.listener` returns in this mode.
       states: the state of every real tensor when it was first used, by `id`.
       fakes: the fake tensors that replace real ones, by the `id` of the real one.
       storages: for a storage of integers, by `_cdata`: the storage itself, which is thus kept alive, and the one that
@@ -69,7 +69,7 @@ class _Mode(FakeTensorMode):
       valueless: the storages of integers that were written from fake tensors and so have unknown values, by `_cdata`.
     """
 
-    def __init__(self, listener: choice.Listener) -> None:
+    def __init__(self, listener: recording.Listener) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.torch_bridge_listener = listener
         self.states: dict[int, _TensorState] = {}
@@ -278,7 +278,7 @@ def modules_of(arguments: Any) -> list[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def tracing(listener: recording.Listener, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Makes operators return fake tensors, and sends choices and launches to a listener, inside a `with` statement.
 
     On exit, tensors, random number generators and `modules` are restored, and of other modules that were called those
@@ -286,20 +286,20 @@ def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> It
     """
 
     def reject_optimizer(*_: Any) -> None:
-        if choice.listener() is listener:
+        if recording.listener() is listener:
             raise NotImplementedError(
                 "torch_bridge.explain cannot call an optimizer, which would keep tensors without values: explain a "
                 "function that ends with backward()"
             )
 
     def record_module(module: torch.nn.Module, _: Any) -> None:
-        if choice.listener() is listener:
+        if recording.listener() is listener:
             recorded.record_called(module)
 
     mode, recorded = _Mode(listener), _Modules(modules)
     has_gpu_generators = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     generators = torch.random.fork_rng(range(torch.cuda.device_count()) if has_gpu_generators else [])
-    choice.count_listener(1)
+    recording.count_listener(1)
     hooks = register_optimizer_step_pre_hook(reject_optimizer), register_module_forward_pre_hook(record_module)
     try:
         with generators, _compiled_code_runs_eagerly(), mode, _Functions(mode):
@@ -307,7 +307,7 @@ def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> It
     finally:
         for hook in hooks:
             hook.remove()
-        choice.count_listener(-1)
+        recording.count_listener(-1)
         recorded.restore()
         mode.restore()
 

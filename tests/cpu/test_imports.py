@@ -126,7 +126,7 @@ OPERATORS = [f"{name}{end}" for name in (*CELLS, "rms_norm", "layer_norm") for e
 @pytest.mark.parametrize(
     "lines",
     ["import torch, torch_bridge", "import torch_bridge, torch", "import torch_bridge.tiling, torch",
-     "import torch_bridge.nn", "import torch_bridge.choice, torch_bridge.nn"],
+     "import torch_bridge.nn", "import torch_bridge.recording, torch_bridge.nn"],
 )  # fmt: skip
 def test_operators_are_registered_once_pytorch_is_imported_and_triton_is_not(lines):
     """Whichever of the two is imported first."""
@@ -429,7 +429,7 @@ def test_modules_of_convert_do_not_import_those_of_frameworks(module):
 @pytest.mark.parametrize("module", modules("torch_bridge"))
 def test_modules_of_torch_bridge_import_only_what_they_may(module):
     forbidden = [*JAX_SIDE, *NOT_DEPENDENCIES]
-    rooms = ["choice", "availability", "op_common", "steps", "loops", "rnn_ops", "norm_ops"]
+    rooms = ["recording", "availability", "op_common", "steps", "torch_loop", "rnn_ops", "norm_ops"]
     rooms += ["tracing", "explanation", "functional", "nn"]
     front = [f"torch_bridge.{name}" for name in rooms]
     room = next((i for i, name in enumerate(front) if within(module, name)), -1)

@@ -398,9 +398,9 @@ def test_explain_makes_the_choices_of_the_call(monkeypatch):
 
 @pytest.fixture
 def warn_again(monkeypatch):
-    from torch_bridge import choice
+    from torch_bridge import recording
 
-    monkeypatch.setattr(choice, "_warned", [])
+    monkeypatch.setattr(recording, "_warned", [])
 
 
 def break_triton(monkeypatch):
@@ -478,9 +478,9 @@ def test_both_packages_warn_with_one_category():
 
 @pytest.fixture
 def messages(caplog):
-    from torch_bridge import choice
+    from torch_bridge import recording
 
-    choice._log_once.cache_clear()
+    recording._log_once.cache_clear()
     caplog.set_level(logging.DEBUG, "torch_bridge")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "torch_bridge"]
 

@@ -418,9 +418,9 @@ def test_arrays_that_share_memory_with_tensors_stay(rnn):
 
 
 def test_the_log_says_what_a_call_runs_after_it_was_explained(caplog):
-    from torch_bridge import choice
+    from torch_bridge import recording
 
-    choice._log_once.cache_clear()
+    recording._log_once.cache_clear()
     rnn, xs = nn.GRU(D, H, implementation="torch"), torch.ones(T, B, D)
     with caplog.at_level(logging.DEBUG, "torch_bridge"):
         torch_bridge.explain(rnn, xs)

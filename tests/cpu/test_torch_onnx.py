@@ -3,7 +3,7 @@
 import pytest
 from torch_calls import torch
 
-from torch_bridge import functional, loops, nn
+from torch_bridge import functional, nn, torch_loop
 
 T, B, D, H = 6, 3, 3, 4
 STACK = {"num_layers": 2, "bidirectional": True}
@@ -113,7 +113,7 @@ def test_shapes_of_symbolic_size_do_not_run_the_loop(monkeypatch):
     def never(*_, **__):
         raise AssertionError("the loop ran to find shapes")
 
-    monkeypatch.setattr(loops, "forward", never)
+    monkeypatch.setattr(torch_loop, "forward", never)
     axes = {0: ANY, 1: ANY}
     program = torch.export.export(WithResets(nn.GRU(D, H)), arguments(T, B), dynamic_shapes=(axes, axes))
     assert torch.ops.torch_bridge.gru.default in [node.target for node in program.run_decompositions().graph.nodes]

@@ -10,7 +10,7 @@ import pytest
 from cases import Case
 from torch_calls import CELLS, MGU, every_device, moved, run, torch
 
-from torch_bridge import cells, functional, loops, rnn_ops
+from torch_bridge import cells, functional, rnn_ops, torch_loop
 from torch_bridge.rnn_ops import kernels
 
 T, B, H, D, S = 4, 3, 5, 2, 3
@@ -382,8 +382,8 @@ def test_vmap_equals_a_loop_in_one_call(cell, axes, transform, monkeypatch):
     inputs = leaves((plain[0], plain[1], plain[2], plain[4]))
     wanted = torch.autograd.grad(looped(*plain), inputs)
     calls = []
-    original = loops.forward
-    monkeypatch.setattr(loops, "forward", lambda call: calls.append(call.cell.name) or original(call))
+    original = torch_loop.forward
+    monkeypatch.setattr(torch_loop, "forward", lambda call: calls.append(call.cell.name) or original(call))
     if transform == "backward through vmap":
         inputs = leaves((args[0], args[1], args[2], args[4]))
         found = torch.autograd.grad(torch.vmap(one, in_dims)(*args).sum(), inputs)

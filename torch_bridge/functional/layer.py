@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from torch_bridge import choice, loops, op_common, rnn_ops, steps
+from torch_bridge import op_common, recording, rnn_ops, steps, torch_loop
 from torch_bridge.calls import ForwardCall, Norm
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional.call import Call, Direction, DirectionResult, Implementation
@@ -145,18 +145,18 @@ def _run_single_step(call: Call, layout: Layout) -> DirectionResult:
 def _tell_choice(call: Call, layout: Layout, w_hh: Tensor, reason: str | None = None) -> None:
     """Tells the choice of a layer, given the reason if it runs neither the operator nor its loop."""
     cell, xs, implementation = call.cell, call.xs, call.implementation
-    unavailable = rnn_ops.unsupported(w_hh, choice.profile())
+    unavailable = rnn_ops.unsupported(w_hh, recording.profile())
     hidden = w_hh.shape[-1] * (layout.blocks if w_hh.ndim == 3 else 1)
     blocks = f" in {layout.blocks} blocks" if layout.blocks > 1 else ""
-    arguments = f"{choice.describe_tensor('xs', xs)}, {hidden} units{blocks}"
+    arguments = f"{recording.describe_tensor('xs', xs)}, {hidden} units{blocks}"
     arguments += ", both directions" if layout.directions == 2 else ""
     if reason is not None:
-        choice.record(cell.name, arguments, "torch", reason, unavailable)
+        recording.record(cell.name, arguments, "torch", reason, unavailable)
         return
     launches = implementation != "torch" and rnn_ops.should_launch_kernels(implementation, w_hh)
     is_empty = 0 in (*layout.sizes, hidden)
-    chosen = choice.explain_choice(implementation, launches, unavailable, xs.device, is_empty)
-    choice.record(cell.name, arguments, *chosen, unavailable)
+    chosen = recording.explain_choice(implementation, launches, unavailable, xs.device, is_empty)
+    recording.record(cell.name, arguments, *chosen, unavailable)
 
 
 def _run_on_shards(call: Call, layout: Layout) -> list[DirectionResult]:
@@ -254,25 +254,25 @@ def run(call: Call) -> list[DirectionResult]:
     if is_distributed(x for one in call.directions for x in (call.xs, *one.tensors())):
         return _run_on_shards(call, layout)
     if layout.sizes[1] == 1 and _can_run_single_step(call):
-        if choice.is_recording():
+        if recording.is_recording():
             reason = "an eager call of a single step runs PyTorch's own cell, which has less host overhead"
             _tell_choice(call, layout, call.directions[0].w_hh, reason)
-            choice.end()
+            recording.end()
         return [_run_single_step(call, layout)]
     call, default = _autocast(call)
     loop = _prepare(call, layout, default)
-    recording = choice.is_recording()
-    if recording:
+    is_recording = recording.is_recording()
+    if is_recording:
         _tell_choice(call, layout, loop.w_hh)
     if call.implementation == "torch":
         with op_common.autocast_off(loop.xp.device.type):
-            results = loops.forward(loop)
+            results = torch_loop.forward(loop)
         for s, state in zip(call.cell.states, loop.states, strict=True):
             results |= {name: results[name].to(state.dtype) for name in (f"{s}s", f"{s}_last") if name in results}
     else:
         results = rnn_ops.forward(loop)
-    if recording:
-        choice.end()
+    if is_recording:
+        recording.end()
 
     hs, states = layout.sequences(results["hs"]), call.cell.states
     has_cells = call.cells and len(states) > 1

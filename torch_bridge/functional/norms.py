@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from torch_bridge import choice, norm_ops, op_common
+from torch_bridge import norm_ops, op_common, recording
 from torch_bridge.functional.call import Implementation
 from torch_bridge.functional.checks import check_epsilon, check_implementation, check_number, check_tensor
 from torch_bridge.functional.sharding import Shards, is_distributed
@@ -255,10 +255,10 @@ def _norm_over(
 
 def _tell_choice(kind: norm_ops.Kind, tensors: Sequence[Tensor], implementation: Implementation) -> None:
     """Tells the choice of a norm, given its tensors, of which the first has the rows."""
-    x, unavailable = tensors[0], norm_ops.unsupported(tensors, choice.profile())
+    x, unavailable = tensors[0], norm_ops.unsupported(tensors, recording.profile())
     launches = norm_ops.should_launch_kernels(implementation, *tensors)
-    chosen = choice.explain_choice(implementation, launches, unavailable, x.device, x.numel() == 0)
-    choice.record(f"{kind}_norm", choice.describe_tensor("x", x), *chosen, unavailable)
+    chosen = recording.explain_choice(implementation, launches, unavailable, x.device, x.numel() == 0)
+    recording.record(f"{kind}_norm", recording.describe_tensor("x", x), *chosen, unavailable)
 
 
 def _norm(
@@ -285,14 +285,14 @@ def _norm(
     if eps is None:
         total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         eps = torch.finfo(op_common.accumulation_dtype(total_dtype)).eps
-    recording = choice.is_recording()
-    if recording:
+    is_recording = recording.is_recording()
+    if is_recording:
         _tell_choice(kind, [y for y in (x, weight, bias, residual) if y is not None], implementation)
     if implementation == "torch":
         normalize = op_common.without_autocast(norm_ops.normalize)
         results = normalize(x, weight, bias, residual, kind=kind, epsilon=eps, dtype=dtype)
-        if recording:
-            choice.end()
+        if is_recording:
+            recording.end()
         return results.y if residual is None else (results.y, results.total)
 
     def rows(y: Tensor) -> Tensor:
@@ -303,6 +303,6 @@ def _norm(
     w, b = (None if y is None else y[None] for y in (weight, bias))
     sums = None if residual is None else rows(residual)
     y, total = norm_ops.forward(kind, rows(x), w, b, sums, eps, dtype, implementation)
-    if recording:
-        choice.end()
+    if is_recording:
+        recording.end()
     return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total.reshape(x.shape))

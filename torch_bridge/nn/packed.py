@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from torch_bridge import choice
+from torch_bridge import recording
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional.call import Direction
 from torch_bridge.functional.sharding import check_local
@@ -64,7 +64,7 @@ def forward_packed(
 
 def _pad(data: Tensor, batch_sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `pad_packed_sequence` of a `PackedSequence`; without values if a listener traces the call."""
-    if choice.listener() is None:
+    if recording.listener() is None:
         return pad_packed_sequence(PackedSequence(data, batch_sizes))
     steps, sequences = len(batch_sizes), int(batch_sizes[0])
     return data[torch.zeros(steps, sequences, dtype=torch.int64)], torch.zeros(sequences, dtype=torch.int64)
@@ -72,7 +72,7 @@ def _pad(data: Tensor, batch_sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pack(ys: Tensor, lengths: Tensor, rows: int) -> Tensor:
     """Returns the data of `pack_padded_sequence`, of `rows` rows; without values if a listener traces the call."""
-    if choice.listener() is None:
+    if recording.listener() is None:
         return pack_padded_sequence(ys, lengths).data
     return ys.flatten(0, 1)[torch.zeros(rows, dtype=torch.int64)]
 
@@ -81,7 +81,7 @@ def _have_same_order(one: PackedSequence, other: PackedSequence) -> bool:
     """Returns whether two packed sequences have the same lengths, and the same sequence at the same place."""
     if not torch.equal(one.batch_sizes, other.batch_sizes):
         return False
-    if one.sorted_indices is other.sorted_indices or choice.listener() is not None:
+    if one.sorted_indices is other.sorted_indices or recording.listener() is not None:
         return True
     count = int(one.batch_sizes[0])
     orders = [torch.arange(count) if x is None else x.cpu() for x in (one.sorted_indices, other.sorted_indices)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_bridge import availability, choice, op_common, rules, tiling
+from torch_bridge import availability, op_common, recording, rules, tiling
 from torch_bridge.calls import BackwardCall, ForwardCall
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _launch(fields: tuple[Any, ...], ordinal: int | None) -> Launch:
     from torch_bridge.recurrences import Launch
 
     launch: Launch = op_common.load(Launch, tiling.Problem(*fields), ordinal)
-    choice.log_launch(launch.problem.cell, launch.problem.direction, launch)
+    recording.log_launch(launch.problem.cell, launch.problem.direction, launch)
     return launch
 
 
@@ -44,7 +44,7 @@ def _run(
 
     With a listener, it tells the launch instead, and the outputs have no values.
     """
-    listener, device = choice.listener(), x.w_hh.device
+    listener, device = recording.listener(), x.w_hh.device
     tensors = {
         name: op_common.as_kernel_input(array) if listener is None else array
         for name, array in arrays.items()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge import choice, loops, op_common, steps
+from torch_bridge import op_common, recording, steps, torch_loop
 from torch_bridge.calls import BackwardCall, ForwardCall
 from torch_bridge.cells import CELLS, CellSpec
 from torch_bridge.registration import call_after_import
@@ -102,7 +102,7 @@ def _reference_gradients(
         new = dict(zip(places, some, strict=True))
         again = forward_call(cell, [new.get(i, y) for i, y in enumerate(arguments)])
         with op_common.autocast_off(again.xp.device.type):
-            found = loops.forward(again._replace(save=False))
+            found = torch_loop.forward(again._replace(save=False))
         return tuple(found[name].to(d.dtype) for name, d in given.items())
 
     vjp: Any = torch.func.vjp(loop, *[arguments[i] for i in places])[1]
@@ -133,7 +133,7 @@ def _define(cell: CellSpec) -> Operators:
         returned = forward_outputs(x, launch)
         if launch and x.xp.numel() > 0:
             return kernels.forward(x, returned)
-        return as_outputs(loops.forward(x), returned, x.xp)
+        return as_outputs(torch_loop.forward(x), returned, x.xp)
 
     def forward_decomposed(*arguments: Any) -> tuple[Tensor, ...]:
         x = forward_call(cell, arguments)
@@ -142,7 +142,8 @@ def _define(cell: CellSpec) -> Operators:
         steps = x.xp.shape[1]
         is_single = isinstance(steps, int) and steps == 1  # a symbolic number of steps may become any
         returned = forward_outputs(x, should_launch_kernels(x.implementation, x.w_hh))
-        return as_outputs(loops.forward(x, loops.unrolled if is_single else loops.scanned), returned, x.xp)
+        over_steps = torch_loop.unrolled if is_single else torch_loop.scanned
+        return as_outputs(torch_loop.forward(x, over_steps), returned, x.xp)
 
     def forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = forward_call(cell, arguments)
@@ -150,7 +151,7 @@ def _define(cell: CellSpec) -> Operators:
         launch = should_launch_kernels(x.implementation, x.w_hh)
         returned = forward_outputs(x, launch)
         # with a listener (`torch_bridge.explain`), `kernels.forward` records the launch and runs nothing
-        if launch and choice.listener() is not None and x.xp.numel() > 0:
+        if launch and recording.listener() is not None and x.xp.numel() > 0:
             return kernels.forward(x, returned)
         return op_common.fake(returned, x.xp)
 
@@ -162,13 +163,14 @@ def _define(cell: CellSpec) -> Operators:
         returned = backward_outputs(x)
         if launch and x.sequence.numel() > 0:
             return kernels.backward(x, returned)
-        return as_outputs(loops.backward(x), returned, x.sequence)
+        return as_outputs(torch_loop.backward(x), returned, x.sequence)
 
     def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = backward_call(cell, arguments)
         returned = backward_outputs(x)
         # as in `forward_fake`
-        if choice.listener() is not None and x.sequence.numel() > 0 and should_launch_kernels(x.implementation, x.w_hh):
+        launch = recording.listener() is not None and x.sequence.numel() > 0
+        if launch and should_launch_kernels(x.implementation, x.w_hh):
             return kernels.backward(x, returned)
         return op_common.fake(returned, x.sequence)
 
@@ -178,7 +180,7 @@ def _define(cell: CellSpec) -> Operators:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, found = forward_call(cell, inputs), dict(zip(results, output, strict=True))
         residuals = [found[name] for name in cell.saved]
-        ctx.call = choice.current()  # for `torch_bridge.explain`: the backward launches belong to this call
+        ctx.call = recording.current()  # for `torch_bridge.explain`: the backward launches belong to this call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*residuals)
         # A backward kernel reads neither `xp` nor `b_hn`. They are saved only to recompute residuals that were not
@@ -190,7 +192,7 @@ def _define(cell: CellSpec) -> Operators:
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint lets a tensor be unpacked once
-        choice.resume(ctx.call)  # only after the read, in which a checkpoint runs the forward pass again
+        recording.resume(ctx.call)  # only after the read, in which a checkpoint runs the forward pass again
         arrays, (hs, *residuals), options = saved[:tensors], saved[tensors:], ctx.options
         x = forward_call(cell, (*arrays, *options))
         given = dict(zip(results, grads, strict=True))
