@@ -20,6 +20,7 @@ from jaxrnn.checks import Caller, Implementation, check_epsilon, check_floating,
 from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe_arrays
 from jaxrnn.norm_kernels import Kind, NormSpec
 from jaxrnn.numerics import broadcast_to_rank, rounded_sum
+from torch_bridge.docstrings import inherit_descriptions
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -160,6 +161,7 @@ def layer_norm(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@inherit_descriptions(rms_norm)
 def layer_norm(
     x: ArrayLike,
     weight: ArrayLike | None = None,
@@ -174,19 +176,7 @@ def layer_norm(
         y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * weight + bias
 
     Args:
-      x: `[*rows, N]`; all arguments are as in `rms_norm`.
-      weight: `[N]`, or None for ones.
-      bias: `[N]`, or None for zeros.
-      residual: added to `x` first.
-      epsilon: added to the variance, inside the root.
-      implementation: "triton", "xla" or None.
-
-    Returns:
-      `y`, or `(y, x + residual)`, as in `rms_norm`.
-
-    Raises:
-      ValueError: as in `rms_norm`.
-      NotImplementedError: as in `rms_norm`.
+      epsilon: a number, not an array; added to the variance, inside the root.
 
     Examples:
       >>> import jax.numpy as jnp

@@ -104,7 +104,8 @@ def run_bidirectional(
     launches of its own if it fills a GPU by itself, from 2^18 elements of hidden state on (2048 sequences of 128
     units), or if `remat` recomputes the gates for a part of the steps at a time.
 
-    Every pair holds the forward direction first. The call is equivalent to:
+    Every pair holds the forward direction first. The arguments below differ from those of `run`. The call is equivalent
+    to:
 
         run(cell, params[0], carry[0], xs, resets=resets[0], reset_state=reset_state[0], ...),
         run(cell, params[1], carry[1], xs, resets=resets[1], reset_state=reset_state[1], reverse=True, ...)
@@ -113,22 +114,15 @@ def run_bidirectional(
       cell: the cell.
       params: a pair.
       carry: a pair.
-      xs: as in `run`, shared by both directions.
+      xs: shared by both directions.
       resets: None or a pair. In reverse an episode starts at the last of its steps, so the two arrays differ.
       reset_state: None or a pair.
-      time_major: as in `run`.
-      return_states: as in `run`.
-      precision: as in `run`.
-      remat: as in `run`.
-      implementation: as in `run`.
-      caller: as in `run`.
 
     Returns:
       The results of the two calls, a pair.
 
     Raises:
-      ValueError: as in `run`, or the two elements of a pair differ in shape or dtype.
-      NotImplementedError: as in `run`.
+      ValueError: shapes or dtypes disagree, also within a pair.
     """
     caller = Caller(cell.function) if caller is None else caller
     time_major, remat, return_states = check_flags(

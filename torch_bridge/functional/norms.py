@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from torch_bridge import norm_ops, op_common, recording
+from torch_bridge.docstrings import inherit_descriptions
 from torch_bridge.functional.call import Implementation
 from torch_bridge.functional.checks import check_epsilon, check_implementation, check_number, check_tensor
 from torch_bridge.functional.sharding import Shards, is_distributed
@@ -131,6 +132,7 @@ def layer_norm(
     x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, *, residual: Tensor | None, implementation: Implementation = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@inherit_descriptions(rms_norm)
 def layer_norm(
     x: Tensor, *args: Any, residual: Tensor | None = None, implementation: Implementation = None, **kwargs: Any
 ) -> Any:
@@ -142,20 +144,14 @@ def layer_norm(
     The norm is computed in float32, or in float64 if `total` is float64.
 
     Args:
-      x: see `rms_norm`.
       args: `weight` and `bias`; or, as in `torch.nn.functional.layer_norm`, `normalized_shape`, `weight`, `bias` and
-        `eps`, see `rms_norm`.
-      kwargs: these arguments by name. `eps`, 1e-5 by default, is added to the variance.
-      residual: see `rms_norm`.
-      implementation: see `rms_norm`.
+        `eps`. The normalized shape is an int or a sequence of ints, the trailing axes of `x` that are one row; without
+        it, a row is the last axis, and N below is its length.
+      kwargs: these arguments by name. `weight` and `bias` are `[N]` or `normalized_shape`, in any floating-point dtype,
+        or None for ones and zeros. `eps`, 1e-5 by default, is added to the variance.
 
     Returns:
-      `y` or `(y, total)`, see `rms_norm`; `y` is contiguous. Under autocast on a GPU, `y` is float32.
-
-    Raises:
-      ValueError: see `rms_norm`.
-      TypeError: see `rms_norm`.
-      NotImplementedError: see `rms_norm`.
+      `y`, or `(y, total)` if there is a residual; `y` is contiguous. Under autocast on a GPU, `y` is float32.
 
     Examples:
       >>> import torch
