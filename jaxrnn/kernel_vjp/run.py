@@ -51,8 +51,9 @@ def _run_both_directions(spec: RecurrenceSpec, call: Call) -> tuple[Any, Any]:
     steps = xs.shape[0 if spec.time_major else -2]
     both = jax.ShapeDtypeStruct((2, steps, math.prod(xs.shape[:-1]) // steps, xs.shape[-1]), xs.dtype)
     hidden = call.states[0][-1].shape[-1]
-    in_chunks = spec.remat and chunk_steps(spec.cell, both, hidden) < steps  # chunks go through time in one order
-    if in_chunks or math.prod(call.states[0][-1].shape) >= _STATES_THAT_FILL_A_GPU:
+    # chunks go through time in one order
+    needs_chunks = spec.remat and chunk_steps(spec.cell, both, hidden) < steps
+    if needs_chunks or math.prod(call.states[0][-1].shape) >= _STATES_THAT_FILL_A_GPU:
         forward, backward = map(_run_on_device, spec.directions(), directions)
         return forward, backward
 
