@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-# Maximum bytes of a chunk under `remat`: input projections, residuals and states. A chunk then takes several times the 10 to 30
-# us of its launches, and is small beside the arrays of a call that is large enough to need `remat`. `vmap` multiplies
-# the bytes, because the number of steps is chosen before. On an H100, a pass of GRU 2048,256,128 in TF32 takes 5.7 ms
-# and 1.28 GB with 2^28 bytes, 5.1 ms and 1.45 GB with 2^29, and 5.0 ms and 1.78 GB with 2^30.
+# Maximum bytes of a chunk under `remat`: input projections, residuals and states. A chunk then takes several times the
+# 10 to 30 us of its launches, and is small beside the arrays of a call that is large enough to need `remat`. `vmap`
+# multiplies the bytes, because the number of steps is chosen before. On an H100, a pass of GRU 2048,256,128 in TF32
+# takes 5.7 ms and 1.28 GB with 2^28 bytes, 5.1 ms and 1.45 GB with 2^29, and 5.0 ms and 1.78 GB with 2^30.
 _CHUNK_BYTES = 2**28
 
 
