@@ -30,10 +30,10 @@ def run_kernels(spec: RecurrenceSpec, call: Call) -> Any:
     on_device = functools.partial(_run_both_directions if bidirectional else _run_on_device, spec)
     call = _bridge.reverse_mode_only(call)
     check_only_batch_axes_sharded(call.xs, spec.time_major)
-    batch = batch_spec(call.xs, spec.time_major)
-    if not batch:
+    batch_axes = batch_spec(call.xs, spec.time_major)
+    if not batch_axes:
         return on_device(sharding.replicate(call))
-    specs, state, sequence = partition_specs(batch, spec.time_major, call)
+    specs, state, sequence = partition_specs(batch_axes, spec.time_major, call)
     results: Any = tuple(state for _ in spec.cell.states), tuple(sequence for _ in spec.returned)
     results = (results, results) if bidirectional else results
     return sharding.shard_over_mesh(on_device, jax.typeof(call.xs).sharding.mesh, (specs,), results, (call,))
