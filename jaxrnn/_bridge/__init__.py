@@ -1,12 +1,15 @@
 """The bridge to the Triton kernels. No other module of jaxrnn calls them.
 
 Every launch binds one primitive (`primitive`), whose parameter `kind` says what is launched: `recurrence`, `norm`,
-`projection` or `weight_grads` (the base class is in `launch_kind`). `vmap` adds groups, rows or models to a launch,
-but never a launch. `tracing` and `lowering` have the rules of the primitive, and `partitioning` those for a mesh of
-`Auto` axes. Launches reach a GPU by one of two methods, and `method` chooses: `callback` has the functions that XLA
-calls with its own buffers and stream, and `native` a handler in C. XLA captures the calls of both in its CUDA graphs.
-`availability` says whether the kernels can run here. `reverse_mode` makes forward mode raise. `launch_record` describes
-launches for `jaxrnn.explain` and the log.
+`projection` or `weight_grads` (the base class is in `launch_kind`). `vmap` adds groups, rows or models to a launch, but
+never a launch. `tracing` and `lowering` have the rules of the primitive, and `partitioning` those for a mesh of `Auto`
+axes. Once bound, a launch passes through `lowering._lower`; `LaunchKind.bind_shard`, which binds the second primitive
+on the shard of a device; `lowering._lower_shard`; and the function from `lowering.shard_function`.
+
+Launches reach a GPU by one of two methods, and `method` chooses: `callback` has the functions that XLA calls with its
+own buffers and stream, and `native` a handler in C. XLA captures the calls of both in its CUDA graphs. `availability`
+says whether the kernels can run here. `reverse_mode` makes forward mode raise. `launch_record` describes launches for
+`jaxrnn.explain` and the log.
 """
 
 from jaxrnn._bridge import lowering as lowering

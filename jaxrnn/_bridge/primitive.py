@@ -24,9 +24,10 @@ def _primitive(name: str) -> Primitive:
     return primitive
 
 
-# A call traces `launch_p`. Its lowering emits `launch_shard_p`, which launches the shard of one device; on a single
-# device there is one shard. The parameter `kind` says what is launched, and `inputs` names the arrays: the rules of the
-# primitives convert them to a dictionary, and all behind the rules takes and returns arrays by name.
+# A call traces `launch_p`, whose rules are in `tracing`. Its lowering, in `lowering`, emits `launch_shard_p`, which
+# launches the shard of one device; on a single device there is one shard. The parameter `kind` says what is launched,
+# and `inputs` names the operands. Only `bind` and the rules handle operands by position: what they call takes and
+# returns arrays by name.
 launch_p, launch_shard_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_shard")
 
 
@@ -34,8 +35,8 @@ launch_p, launch_shard_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launc
 def _mesh_marker() -> Any:
     """Returns a jaxpr that, as a parameter of a primitive, makes JAX pass devices and mesh to its lowering rule.
 
-    JAX looks for `custom_partitioning` in the parameters of primitives. The jaxpr is never lowered, so its partitioning
-    is never computed. It is made once, because launches with equal parameters are compiled once.
+    JAX does so for primitives in whose parameters it finds a `custom_partitioning`. The jaxpr is never lowered, so its
+    partitioning is never computed. It is made once, because launches with equal parameters are compiled once.
     """
     identity = custom_partitioning(lambda x: x)
     identity.def_partition(lambda mesh, x, y: (mesh, lambda x: x, y.sharding, (x.sharding,)), sharding_rule="->")
@@ -50,5 +51,9 @@ def bind(kind: LaunchKind, arrays: Mapping[str, Array | None]) -> dict[str, Arra
 
 
 def bind_batched(kind: LaunchKind, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Binds a launch to arrays that `vmap` has batched: the program that is batched already makes its results vary."""
+    """Binds a launch in its rule for `vmap`, where no array is None.
+
+    It does not make results vary: in the program that is batched, `bind` has put an operation after the launch that
+    does.
+    """
     return kind.by_name(launch_p.bind(*arrays.values(), kind=kind, inputs=tuple(arrays), mesh_marker=_mesh_marker()))

@@ -229,7 +229,7 @@ def _backward(
         }
         dhp = _product(jnp.concatenate(base.hidden_gradients(cell, grads), -1), w_t, precision)
         if cell.norm:
-            results["dnorm"] = norm.gradient(cell, saved, dstates[0])
+            results["dnorm"] = norm.log_scale_grad(cell, saved, dstates[0])
             dhp -= saved["norm_state"] * (saved["scale"] * results["dnorm"] / norm_width)
         after = [dhp if carried[0] is None else carried[0] + dhp, *carried[1:]]
         dstates = tuple(d for d in after if d is not None)

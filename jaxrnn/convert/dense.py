@@ -22,24 +22,24 @@ def dense_names(layout: Layout) -> list[str]:
     return [operand + gate for operand in "ih" for gate in layout.gates]
 
 
-def from_dense(source: str, layout: Layout, tree: Mapping[str, Any]) -> Params:
+def from_dense(caller: str, layout: Layout, tree: Mapping[str, Any]) -> Params:
     """Returns the parameters from one dense layer per operand and gate; a missing bias is zero.
 
     The kernels of the state may be blocks.
     """
     names = dense_names(layout)
-    named = {f"{name}.{part}": x for name in names for part, x in read_dense(source, name, tree[name]).items()}
-    arrays = read_arrays(source, named, named)
+    named = {f"{name}.{part}": x for name in names for part, x in read_dense(caller, name, tree[name]).items()}
+    arrays = read_arrays(caller, named, named)
     first = [arrays[f"{operand}{layout.gates[0]}.kernel"] for operand in "ih"]
     if first[0].ndim != 2 or first[1].ndim not in (2, 3):
         remedy = "; convert stacked weights of several models with jax.vmap" if first[0].ndim == 3 else ""
         raise ValueError(
-            f"{source}: kernels must be [D, H] and [H, H], got {first[0].shape} and {first[1].shape}{remedy}"
+            f"{caller}: kernels must be [D, H] and [H, H], got {first[0].shape} and {first[1].shape}{remedy}"
         )
     (inputs, hidden), square = first[0].shape, recurrent_shape(first[1], *[first[0].shape[1]] * 2)
     shapes: dict[str, tuple[int, ...]] = {f"{name}.bias": (hidden,) for name in names}
     shapes |= {f"{name}.kernel": (inputs, hidden) if name[0] == "i" else square for name in names}
-    check_shapes(source, arrays, shapes)
+    check_shapes(caller, arrays, shapes)
 
     def bias(operand: str) -> Array | None:
         found = [arrays.get(f"{operand}{gate}.bias") for gate in layout.gates]
@@ -66,14 +66,14 @@ def to_dense(layout: Layout, params: Params) -> dict[str, dict[str, Array]]:
     return tree
 
 
-def read_dense(source: str, name: str, entry: Any) -> dict[str, Any]:
+def read_dense(caller: str, name: str, entry: Any) -> dict[str, Any]:
     """Returns kernel and bias of a dense layer by name; the layer is a module or a mapping."""
     if not isinstance(entry, Mapping) and not hasattr(entry, "kernel"):
-        raise ValueError(f"{source}: {name} must be a layer with a kernel, got {describe(entry)}; pass its parameters")
+        raise ValueError(f"{caller}: {name} must be a layer with a kernel, got {describe(entry)}; pass its parameters")
     if not isinstance(entry, Mapping):
         entry = {part: x for part in ("kernel", "bias") if (x := getattr(entry, part, None)) is not None}
     elif not entry.keys() <= {"kernel", "bias"}:
-        raise ValueError(f"{source}: {name} must have a kernel and may have a bias, got {describe(entry)}")
+        raise ValueError(f"{caller}: {name} must have a kernel and may have a bias, got {describe(entry)}")
     if "kernel" not in entry:
-        raise ValueError(f"{source}: {name} has no kernel, only {describe(entry)}")
+        raise ValueError(f"{caller}: {name} has no kernel, only {describe(entry)}")
     return dict(entry)

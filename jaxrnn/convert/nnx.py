@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from jaxrnn.convert.layout import ParamsT
 
 CELLS = layouts_of("nnx")
-# The class that has a layer per operand and gate instead of a layer per operand.
+# A fused layer is the one of an operand, for all gates. This class has a layer per operand and gate instead.
 UNFUSED_CLASS = "LSTMCell"
 UNFUSED = next(layout for layout in CELLS if UNFUSED_CLASS in layout.nnx)
 FUSED_LAYERS = ["dense_i", "dense_h"]
+# Flax appends "_" to the name that is a keyword of Python.
 UNFUSED_LAYERS = ["if_" if name == "if" else name for name in dense_names(UNFUSED)]
 
 
@@ -174,12 +175,12 @@ def _add_recurrent_bias(tree: dict[str, Any], layout: Layout, params: Params, en
         )
 
 
-def _check_formula(source: str, cell: Any, layout: Layout) -> None:
+def _check_formula(caller: str, cell: Any, layout: Layout) -> None:
     """Raises ValueError if a cell shows that it computes something else. A state shows nothing."""
-    check_activations(source, cell, layout, gate="gate_fn", activation="activation_fn")
+    check_activations(caller, cell, layout, gate="gate_fn", activation="activation_fn")
     if getattr(cell, "residual", False):
         raise ValueError(
-            f"{source}: the {type(cell).__name__} has residual=True, which adds h to the hidden product, but "
+            f"{caller}: the {type(cell).__name__} has residual=True, which adds h to the hidden product, but "
             f"{layout.function} does not. Set residual=False; trained weights then compute the same if you add the "
             "identity matrix to dense_h.kernel"
         )
@@ -187,7 +188,7 @@ def _check_formula(source: str, cell: Any, layout: Layout) -> None:
         product = getattr(getattr(cell, name, None), "dot_general", jax.lax.dot_general)
         if product is not jax.lax.dot_general:
             raise ValueError(
-                f"{source}: {name} of the {type(cell).__name__} has its own dot_general, and {layout.function} "
+                f"{caller}: {name} of the {type(cell).__name__} has its own dot_general, and {layout.function} "
                 "computes jax.lax.dot_general; set it to that if the weights alone are meant"
             )
 
@@ -202,23 +203,32 @@ def _is_unfused(tree: Mapping[str, Any]) -> bool:
     return UNFUSED_LAYERS[0] in tree
 
 
-def _tree(source: str, cell: Any) -> dict[str, Any]:
-    """Returns the parameters of a cell by name: a layer's as a dict, others unchanged."""
-    entries = dict(cell) if isinstance(cell, Mapping) else getattr(cell, "__dict__", {})
-    if not isinstance(cell, Mapping):  # drops attributes that are not parameters
-        kept = ("kernel", "scale", "__jax_array__")  # of layers, norms and parameters
-        entries = {name: x for name, x in entries.items() if any(hasattr(x, attribute) for attribute in kept)}
-    entries.pop("rngs", None)
+def _tree(caller: str, cell: Any) -> dict[str, Any]:
+    """Returns the parameters of a cell by name: a layer's as a dict, others unchanged.
+
+    Raises:
+      ValueError: it has other entries than the layers of one of Flax's cells and perhaps "hn_bias".
+    """
+    entries = _entries(cell)
     layers = next((names for names in (FUSED_LAYERS, UNFUSED_LAYERS) if entries.keys() >= set(names)), [])
     known = {*layers, "hn_bias"} if layers is FUSED_LAYERS else set(layers)
     if not layers or not entries.keys() <= known:
         fused = alternatives([name for layout in CELLS for name in layout.nnx if name != UNFUSED_CLASS])
         raise ValueError(
-            f"{source}: {'cell' if source == 'to_nnx' else 'source'} must be an nnx.{fused} "
+            f"{caller}: {'cell' if caller == 'to_nnx' else 'source'} must be an nnx.{fused} "
             f"({', '.join(FUSED_LAYERS)}) or an nnx.{UNFUSED_CLASS} ({', '.join(UNFUSED_LAYERS)}), or the "
             f"state of one; got {_described(cell, entries)}"
         )
-    return {name: read_dense(source, name, x) if name in layers else x for name, x in entries.items()}
+    return {name: read_dense(caller, name, x) if name in layers else x for name, x in entries.items()}
+
+
+def _entries(cell: Any) -> dict[str, Any]:
+    """Returns the layers, norms and parameters of a cell or of its state by name."""
+    if isinstance(cell, Mapping):
+        return {name: x for name, x in dict(cell).items() if name != "rngs"}
+    kept = ("kernel", "scale", "__jax_array__")  # attributes of layers, norms and parameters
+    attributes = getattr(cell, "__dict__", {}).items()
+    return {name: x for name, x in attributes if name != "rngs" and any(hasattr(x, known) for known in kept)}
 
 
 def _described(cell: Any, entries: Mapping[str, Any]) -> str:

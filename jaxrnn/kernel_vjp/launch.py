@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def launch(
+def launch_pass(
     spec: KernelSpec, direction: str, call: Call, arrays: dict[str, Array | None], outputs: Sequence[_bridge.Output]
 ) -> dict[str, Array]:
-    """Launches the forward or backward kernel on the arrays of a call by name; returns its outputs by name."""
+    """Launches the forward or backward kernel on arrays by name: `_bridge.launch` with the options of a spec."""
     # the backward kernel computes the same for every kind of reset state
     return _bridge.launch(
         spec.cell.name, direction, arrays, outputs, reset_state=spec.reset_state if direction == "fwd" else "zeros",

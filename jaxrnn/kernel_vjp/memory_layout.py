@@ -1,4 +1,4 @@
-"""Lays out arrays in memory as matrix products read them fastest, where XLA would keep their layout."""
+"""The layout of arrays in memory: the one in which matrix products read them fastest, where XLA would keep another."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.interpreters import batching, mlir
 if TYPE_CHECKING:
     from jax import Array
 
+# The identity, whose result is row-major in memory.
 row_major_p = Primitive("jaxrnn_row_major")
 
 
@@ -25,7 +26,7 @@ def features_first(x: Array) -> Array:
     return row_major_p.bind(jnp.moveaxis(x, -1, 0))
 
 
-def _laid_out(x: Array) -> Array:
+def _in_row_major(x: Array) -> Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
@@ -37,13 +38,13 @@ def _lower(ctx: Any, x: Any) -> Any:
     """Fixes the layout, except on a mesh that XLA partitions over: XLA would gather the shards of such an array."""
     context = ctx.module_context.axis_context
     if hasattr(context, "manual_axes"):  # inside `shard_map`
-        whole = context.manual_axes == frozenset(context.mesh.axis_names)
+        on_one_device = context.manual_axes == frozenset(context.mesh.axis_names)
     else:
-        whole = getattr(context, "num_devices", None) == 1
-    return mlir.lower_fun(_laid_out, multiple_results=False)(ctx, x) if whole else [x]
+        on_one_device = getattr(context, "num_devices", None) == 1
+    return mlir.lower_fun(_in_row_major, multiple_results=False)(ctx, x) if on_one_device else [x]
 
 
 row_major_p.def_abstract_eval(lambda x: x)
-row_major_p.def_impl(lambda x: x)
+row_major_p.def_impl(lambda x: x)  # an eager call keeps the layout, which changes no value
 batching.primitive_batchers[row_major_p] = _batch
 mlir.register_lowering(row_major_p, _lower)

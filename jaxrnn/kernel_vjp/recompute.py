@@ -15,7 +15,7 @@ from jaxrnn import _bridge
 from jaxrnn.call import Call
 from jaxrnn.cells import base
 from jaxrnn.kernel_vjp.history import History, states_before_segments
-from jaxrnn.kernel_vjp.launch import forward_inputs, launch
+from jaxrnn.kernel_vjp.launch import forward_inputs, launch_pass
 from jaxrnn.kernel_vjp.spec import KernelSpec
 from jaxrnn.numerics import cast_clamped
 
@@ -78,7 +78,7 @@ def recomputed_residuals(
     # the kernel also writes the hidden states and the last states, which are not used: the caller has them
     known = [_bridge.Output("hs", True, hidden, f32)]
     known += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
-    results = launch(spec, "fwd", chunk, arrays, [*known, *outputs])
+    results = launch_pass(spec, "fwd", chunk, arrays, [*known, *outputs])
     return {x.name: results[x.name].reshape(groups, steps, *results[x.name].shape[2:]) for x in outputs}
 
 

@@ -20,7 +20,7 @@ from jaxrnn.call import Call
 from jaxrnn.cells import norm
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import History, history_of
-from jaxrnn.kernel_vjp.launch import forward_inputs, forward_weights, launch, possible_first_steps
+from jaxrnn.kernel_vjp.launch import forward_inputs, forward_weights, launch_pass, possible_first_steps
 from jaxrnn.kernel_vjp.recompute import can_compute_from_states, recomputed_residuals, residuals_from_states
 from jaxrnn.kernel_vjp.spec import KernelSpec, has_residuals_in_place, residual_outputs
 from jaxrnn.kernel_vjp.weight_grads import has_weight_grads_launch, launch_weight_grads, weight_grads
@@ -89,8 +89,8 @@ def _forward(
     size = _chunk_size(spec, call) if save_residuals else steps
     if size < steps:
         states = tuple(x.astype(f32) for x in states)  # the dtype in which a chunk passes them to the next
-    run = functools.partial(_forward_chunk, spec, call, forward_weights(spec, call.params), outputs)
-    last, _, results = in_chunks(run, states, _sequences(spec, call), size, last_first=spec.reverse is True)
+    run_chunk = functools.partial(_forward_chunk, spec, call, forward_weights(spec, call.params), outputs)
+    last, _, results = in_chunks(run_chunk, states, _sequences(spec, call), size, last_first=spec.reverse is True)
     return last, {s: results[f"{s}s"] for s in spec.returned}, results
 
 
@@ -103,7 +103,7 @@ def _forward_chunk(
     inputs = forward_inputs(spec, chunk, possible_first_steps(spec, chunk, start, call.xs.shape[1]))
     arrays: dict[str, Array | None] = weights | inputs | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
     arrays |= {f"reset_{s}": x for s, x in zip(cell.states, chunk.reset_states or (), strict=False)}
-    results = launch(spec, "fwd", chunk, arrays, outputs)
+    results = launch_pass(spec, "fwd", chunk, arrays, outputs)
     return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
 
 
@@ -111,11 +111,11 @@ def _backward(spec: KernelSpec, call: Call, saved: dict[str, Array], cotangents:
     """Returns the gradients of a call's differentiable arrays, for the arrays of `_forward`."""
     d_last, d_sequences = cotangents
     weights = forward_weights(spec, call.params) if spec.remat else {}
-    run = functools.partial(_backward_chunk, spec, call, weights, saved)
+    run_chunk = functools.partial(_backward_chunk, spec, call, weights, saved)
     sequences = _sequences(spec, call), saved, d_sequences
     # a run in both directions has one chunk
     d_first, sums, per_step = in_chunks(
-        run, d_last, sequences, _chunk_size(spec, call), last_first=spec.reverse is False
+        run_chunk, d_last, sequences, _chunk_size(spec, call), last_first=spec.reverse is False
     )
     weights = {name: w for name, w in call.params._asdict().items() if w is not None}
     reset_states = None
@@ -196,7 +196,7 @@ def _launch_backward(
     outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
     if chunk.reset_states:
         outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
-    return launch(spec, "bwd", chunk, arrays, outputs)
+    return launch_pass(spec, "bwd", chunk, arrays, outputs)
 
 
 def _parameter_grads(

@@ -30,10 +30,10 @@ def run_kernels(spec: RecurrenceSpec, call: Call) -> Any:
     on_device = functools.partial(_run_both_directions if bidirectional else _run_on_device, spec)
     call = _bridge.reverse_mode_only(call)
     check_only_batch_axes_sharded(call.xs, spec.time_major)
-    batch = batch_spec(call.xs, spec.time_major)
-    if not batch:
+    batch_axes = batch_spec(call.xs, spec.time_major)
+    if not batch_axes:
         return on_device(sharding.replicate(call))
-    specs, state, sequence = partition_specs(batch, spec.time_major, call)
+    specs, state, sequence = partition_specs(batch_axes, spec.time_major, call)
     results: Any = tuple(state for _ in spec.cell.states), tuple(sequence for _ in spec.returned)
     results = (results, results) if bidirectional else results
     return sharding.shard_over_mesh(on_device, jax.typeof(call.xs).sharding.mesh, (specs,), results, (call,))
@@ -51,8 +51,9 @@ def _run_both_directions(spec: RecurrenceSpec, call: Call) -> tuple[Any, Any]:
     steps = xs.shape[0 if spec.time_major else -2]
     both = jax.ShapeDtypeStruct((2, steps, math.prod(xs.shape[:-1]) // steps, xs.shape[-1]), xs.dtype)
     hidden = call.states[0][-1].shape[-1]
-    in_chunks = spec.remat and chunk_steps(spec.cell, both, hidden) < steps  # chunks go through time in one order
-    if in_chunks or math.prod(call.states[0][-1].shape) >= _STATES_THAT_FILL_A_GPU:
+    # chunks go through time in one order
+    needs_chunks = spec.remat and chunk_steps(spec.cell, both, hidden) < steps
+    if needs_chunks or math.prod(call.states[0][-1].shape) >= _STATES_THAT_FILL_A_GPU:
         forward, backward = map(_run_on_device, spec.directions(), directions)
         return forward, backward
 

@@ -68,7 +68,7 @@ def run_cell(
         names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
         scope: Any = cell.scope  # shared, so that the parameters keep the path of Flax's cell
         cell = cells.REPLACEMENTS[type(cell)](**{name: getattr(cell, name) for name in names}, parent=scope.rewound())
-    return cell.run(
+    return cell.run(  # of `cells.FusedCell`
         carry,
         xs,
         resets=resets,

@@ -14,7 +14,7 @@ from torch_bridge.nn.packed import forward_packed
 from torch_bridge.nn.stack import call_of, resets_of_reversed, run_stack
 
 
-def forward(
+def run_module(
     rnn: Any, cell: CellSpec, input: Any, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[Any, tuple[Tensor, ...]]:
     """Returns the outputs and the last states `[layers * directions, B, width]`, as `torch.nn` does."""

@@ -1,4 +1,4 @@
-"""The modules of the cells."""
+"""The modules of the cells. Where a class has no `forward`, `recurrent.SingleStateModule` has it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_bridge.functional.norm_gru import cell_of as norm_gru_cell_of
 from torch_bridge.functional.norm_gru import check_constants, check_norm
 from torch_bridge.functional.norm_weights import NormWeights, fold
 from torch_bridge.functional.rnn import cell_of as rnn_cell_of
-from torch_bridge.nn.forward import forward
+from torch_bridge.nn.forward import run_module
 from torch_bridge.nn.recurrent import Device, RecurrentModule, SingleStateModule
 from torch_bridge.rnn_ops import Precision
 
@@ -164,7 +164,7 @@ class LSTM(RecurrentModule):
         """
         if hx is not None:
             hx = split_state_pair("hx", hx)
-        ys, (h_n, c_n) = forward(self, self._cell, input, hx, resets, split_state_pair("reset_state", reset_state))
+        ys, (h_n, c_n) = run_module(self, self._cell, input, hx, resets, split_state_pair("reset_state", reset_state))
         return ys, (h_n, c_n)
 
 

@@ -15,7 +15,7 @@ from torch_bridge import op_common, rnn_ops
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional import Implementation
 from torch_bridge.functional.checks import check_implementation
-from torch_bridge.nn.forward import forward
+from torch_bridge.nn.forward import run_module
 from torch_bridge.rnn_ops import Precision
 
 Device = torch.device | str | int | None
@@ -252,5 +252,5 @@ class SingleStateModule(RecurrentModule):
           NotImplementedError: the named implementation cannot run this input or its derivative, or inputs are packed
             and there is a reset state for every step.
         """
-        ys, (h_n,) = forward(self, self._cell, input, None if hx is None else (hx,), resets, (reset_state,))
+        ys, (h_n,) = run_module(self, self._cell, input, None if hx is None else (hx,), resets, (reset_state,))
         return ys, h_n

@@ -8,6 +8,10 @@ input is one group per sequence, two directions are two models, and `torch.vmap`
 costs a transpose or a second launch. Input projections and the gradients of all weights are PyTorch's own matmuls, so
 compilers can fuse the operations around the loop.
 
+A call passes through `operators.forward`; `op_common.call`, which bypasses the dispatcher where nothing observes it;
+the function of the operator, in `operators._define`; and `kernels.forward` or `loops.forward`. A gradient begins in
+`gradients` of `operators._define`, and calls the operator of the gradient the same way.
+
 The operators are `torch.library.custom_op`s, which are opaque to compilers, and not `triton_op`s. With `wrap_triton`,
 Inductor emits a kernel's source again under `@triton.jit`, which does not compile the kernels written in Gluon.
 Inductor's launches are never cooperative, so programs that wait for one another could deadlock.

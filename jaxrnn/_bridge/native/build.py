@@ -1,9 +1,10 @@
-"""Builds the library of XLA's handler that launches kernels from `launch.c`, once, into a private cache folder.
+"""Builds the library of `launch.c`, XLA's handler that launches kernels, once, into a private cache folder.
 
 A wheel may have the library prebuilt for several versions of jaxlib, so that no compiler is needed.
 
-The name of a library contains hashes of all that it is made from, and the digest of what it consists of. A library that
-is damaged, or that another user could have changed, is built again.
+A library is `launch-INPUTS-COMPILER-DIGEST.so`, or `launch-INPUTS-DIGEST.so` if it is prebuilt: hashes of the source,
+the headers and the options, and of the compiler, and the digest of the file itself. A library is whole if it has the
+digest in its name. One that is not, or that another user could have changed, is built again.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def load() -> ctypes.CDLL:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Loads a library from the file whose digest is right, whatever its path leads to by then.
+    """Loads a library that is whole. The file that is checked is the file that is loaded, even if the path changes.
 
     Raises:
       OSError: the file cannot be loaded, is not what its name says, or another user could change it.
@@ -85,12 +86,14 @@ def _open(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
         stack.callback(_ctypes.dlclose, library._handle)
         getattr(library, TARGET)
-        stack.pop_all()  # the dynamic loader knows the library by this name, so no other file may get it
+        # The descriptor stays open: the dynamic loader knows the library as /proc/self/fd/N, and would take any other
+        # file with that number for this one. `pop_all` drops the callbacks, which undo the loading after an error.
+        stack.pop_all()
     return library
 
 
 def build() -> Path:
-    """Returns the path of a library that is whole, which it builds if there is none.
+    """Finds a library that is whole, prebuilt or in the cache, or else compiles one; returns its path.
 
     Processes may build it at the same time: each compiles it in a folder of its own, and then moves it to its name.
 
@@ -98,25 +101,32 @@ def build() -> Path:
       NativeLaunchError: there is no compiler, it fails, or the cache folder cannot be used.
     """
     headers = Path(jax.ffi.include_dir())
-    made_from = _hash_of_inputs(headers)
+    inputs = _hash_of_inputs(headers)
     refused: list[str] = []
-    if prebuilt := _first_whole(PREBUILT.glob(f"launch-{made_from}-*.so"), refused):
+    if prebuilt := _first_whole(PREBUILT.glob(f"launch-{inputs}-*.so"), refused):
         return prebuilt
     for reason in refused:
         logger.warning("the native launch is compiled, because its prebuilt library %s", reason)
     folder = _cache_folder()
     compiler = _find_compiler()
-    # without a compiler, that of any: a cache folder in a home directory may be shared with machines that have one
-    name = f"launch-{made_from}-{_hash(*compiler, _version(compiler)) if compiler else '*'}"
-    if path := _first_whole(folder.glob(f"{name}-*.so"), refused):
+    # without a compiler here, a library by any compiler will do: a cache folder in a home directory may be shared with
+    # machines that have one
+    compiler_hash = _hash(*compiler, _version(compiler)) if compiler else "*"
+    if path := _first_whole(folder.glob(f"launch-{inputs}-{compiler_hash}-*.so"), refused):
         return path
     if compiler is None:
-        sought = f"CC, {named!r}, cannot be found" if (named := _named_compiler()) else f"there is no {_ANY_COMPILER}"
-        raise NativeLaunchError(
-            f"the native launch needs a C compiler, and {sought}: install one (apt install gcc), or set CC to its path"
-            + "".join(f"; {reason}" for reason in refused)
-        )
-    return _compile(compiler, folder, name, headers)
+        raise _no_compiler(refused)
+    return _compile(compiler, folder, f"launch-{inputs}-{compiler_hash}", headers)
+
+
+def _no_compiler(refused: list[str]) -> NativeLaunchError:
+    """Returns the error of a build without a compiler; `refused` says why there is no library either."""
+    named = _named_compiler()
+    sought = f"CC, {named!r}, cannot be found" if named else f"there is no {_ANY_COMPILER}"
+    return NativeLaunchError(
+        f"the native launch needs a C compiler, and {sought}: install one (apt install gcc), or set CC to its path"
+        + "".join(f"; {reason}" for reason in refused)
+    )
 
 
 def prebuild(headers: Path) -> Path:
@@ -135,24 +145,25 @@ def prebuild(headers: Path) -> Path:
 
 
 def _first_whole(paths: Iterable[Path], refused: list[str]) -> Path | None:
-    """Returns the first library whose name has the digest of what it consists of; adds why not to `refused`."""
+    """Returns the first library that is whole, or None; adds to `refused` why those before it cannot be used."""
     for path in sorted(paths):
         try:
             descriptor = private_files.open_file(path)
             try:
-                if _is_whole(path, descriptor):
-                    return path
+                is_whole = _is_whole(path, descriptor)
             finally:
                 os.close(descriptor)
         except OSError as error:
             refused.append(f"{path} is not used ({error})")
-        else:
-            refused.append(f"{path} is damaged")
+            continue
+        if is_whole:
+            return path
+        refused.append(f"{path} is damaged")
     return None
 
 
 def _is_whole(path: Path, descriptor: int) -> bool:
-    """Returns whether the name of a library has the digest of what the descriptor reads."""
+    """Returns whether the library that a descriptor reads has the digest in the name of `path`."""
     with open(descriptor, "rb", closefd=False) as file:
         return path.stem.endswith(f"-{hashlib.sha256(file.read()).hexdigest()}")
 
@@ -263,7 +274,8 @@ def _compile(compiler: tuple[str, ...], folder: Path, name: str, headers: Path) 
 def _folder_of_a_build(folder: Path) -> Iterator[str]:
     """Makes a temporary folder in `folder`, and deletes those of builds that were killed.
 
-    The lock on `folder` is shared by all builds. Where one takes it alone, no other runs.
+    Each build holds a shared lock on `folder`. If a build gets an exclusive lock at first, no other build runs, and all
+    temporary folders are left from builds that were killed.
     """
     import fcntl
 

@@ -8,8 +8,11 @@ Words are double-buffered: a program sends message n + 2 after it has received n
 after they had received n, so none of them still reads the buffer. All programs must run at once, so the kernels require
 a cooperative launch.
 
-A worker is the SPLITS programs that run one tile at a time. An item is a tile of one model. `split.py` uses most
-functions, and its programs have 64 units. `split_registers.py` uses those that send and receive words.
+A worker is the SPLITS programs that run one tile at a time. An item is a tile of one model. A box is the memory for
+what one program sends to one other, or to all, in one message.
+
+`split.py` uses most functions, and its programs have 64 units. `split_registers.py` uses those that send and receive
+words.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +36,7 @@ class Place(NamedTuple):
     """The place of a program among those of a launch."""
 
     workers: Any  # number of workers
-    worker: Any
+    worker: Any  # index of the program's worker
     split: Any  # index of the program in its worker
 
 
@@ -41,7 +44,8 @@ class Place(NamedTuple):
 def _receive_assembly(count, stride, pack, numbered, together):
     """Returns assembly that polls `count` words at each of `pack` addresses until all have arrived.
 
-    The words of an address are `stride` bytes apart. If `together`, the lanes of a warp leave the loop together.
+    The words of an address are `stride` bytes apart. If `together`, the lanes of a warp leave the loop together. The
+    operands are the n = `count * pack` words, `pack` addresses, and `pack` numbers to wait for.
     """
     n, read, unpack, test = count * pack, [], [], []
     for element in range(pack):
@@ -63,11 +67,16 @@ def _receive_assembly(count, stride, pack, numbered, together):
 
 @gluon.constexpr_function
 def _receive_constraints(count, pack):
+    """Returns the constraints of the operands of `_receive_assembly`.
+
+    The words are written before the addresses are read for the last time ("&"): they need registers of their own.
+    """
     return ",".join(["=&r"] * (count * pack) + ["l"] * pack + ["r"] * pack)
 
 
 @gluon.constexpr_function
 def repeat(x, count):
+    """Returns a tuple of `count` times `x`."""
     return (x,) * count
 
 
@@ -105,7 +114,7 @@ def receive(
 
 @gluon.jit
 def send_numbered(address, word, number, live):
-    """Sends 32-bit words with their number, where `live` is not 0."""
+    """Sends 32-bit words with their number, where `live` is not 0; the number is in the upper half of 64 bits."""
     gl.inline_asm_elementwise(
         """{
         .reg .b64 w;
@@ -194,7 +203,10 @@ def load_weight_shard(
 
 @gluon.jit
 def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
-    """Returns the scale of each sequence's first state (`scale_from_magnitudes`), over the units of all programs."""
+    """Returns the scale of each sequence's first state (`scale_from_magnitudes`), over the units of all programs.
+
+    `own` numbers the units of one program from 0 on.
+    """
     largest = zeros
     for part in range(SPLITS + opaque_zero(SPLITS)):
         unit = part * own.shape[0] + own
@@ -213,7 +225,10 @@ def mailbox(exchange_ptr, number, place, box, BOXES: gl.constexpr, BYTES: gl.con
 
 @gluon.jit
 def _send_tile(exchange_ptr, x, number, live, place, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
-    """Sends a program's tile `[64, batch]` of operands to all programs; a word holds two sequences of a unit."""
+    """Sends a program's tile `[64, batch]` of operands to all programs; a word holds two sequences of a unit.
+
+    If `live` is 0, nothing is sent. A box has 8 bytes for each word and its number: `BATCH / 2 * 64 * 8 = BATCH * 256`.
+    """
     BATCH: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
     x = to_operand(x, DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
@@ -231,7 +246,10 @@ def send_state(
     exchange_ptr, h, scale, reset_ptr, reset, number, live, place, SCALED: gl.constexpr, DTYPE: gl.constexpr,
     SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Sends the hidden state before a step, with the resets of that step applied, and returns its scale."""
+    """Sends the hidden state before a step, with the resets of that step applied, and returns its scale.
+
+    If `live` is 0, nothing is sent.
+    """
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
         if SCALED:
@@ -244,14 +262,16 @@ def send_state(
 
 @gluon.jit
 def receive_tile(operands, exchange_ptr, number, place, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
-    """Receives the tiles of all programs into `operands`, SPLITS buffers of `[1, batch, 64]`."""
+    """Receives what `_send_tile` of all programs sent into `operands`, SPLITS buffers of `[1, batch, 64]`."""
     BATCH: gl.constexpr = operands[0].shape[1]
     LOAD: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     batch = gl.arange(0, BATCH // 2, gl.SliceLayout(1, LOAD))
     unit = gl.arange(0, 64, gl.SliceLayout(0, LOAD))
     offset = batch[:, None] * 64 + unit[None, :]
     address = mailbox(exchange_ptr, number, place, 0, SPLITS, BATCH * 256) + offset * 8
-    words = receive(address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), True, False)
+    words = receive(
+        address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), NUMBERED=True, TOGETHER=False
+    )  # fmt: skip
     for part in gl.static_range(SPLITS):
         low = words[part].to(gl.int16).to(DTYPE, bitcast=True)
         high = (words[part] >> 16).to(gl.int16).to(DTYPE, bitcast=True)
@@ -285,7 +305,10 @@ def add_words(words):
 
 @gluon.jit
 def send_partial_sums(exchange_ptr, parts, unscale, number, place, SPLITS: gl.constexpr, SCALED: gl.constexpr):
-    """Sends each program its float32 tile `[64, batch]`; the last bit of each element is replaced by `new_bit`."""
+    """Sends each program its float32 tile `[64, batch]`; the last bit of each element is replaced by `new_bit`.
+
+    A box has 4 bytes for each element: `64 * BATCH * 4 = BATCH * 256`.
+    """
     BATCH: gl.constexpr = parts[0].shape[1]
     LAYOUT: gl.constexpr = parts[0].type.layout
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -309,7 +332,9 @@ def receive_sum(exchange_ptr, zeros, number, place, SPLITS: gl.constexpr):
     offset = batch[None, :] * 64 + unit[:, None]
     box = mailbox(exchange_ptr, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * 256)
     bit = offset * 0 + new_bit(number)
-    words = receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False, False)
+    words = receive(
+        box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), NUMBERED=False, TOGETHER=False
+    )  # fmt: skip
     total = zeros
     for part in gl.static_range(SPLITS):
         total += (words[part] & -2).to(gl.float32, bitcast=True)  # without the last bit, so that zero stays zero
