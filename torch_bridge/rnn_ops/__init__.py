@@ -9,7 +9,7 @@ costs a transpose or a second launch. Input projections and the gradients of all
 compilers can fuse the operations around the loop.
 
 A call passes through `operators.forward`; `op_common.call`, which bypasses the dispatcher where nothing observes it;
-the function of the operator, in `operators._define`; and `kernels.forward` or `loops.forward`. A gradient begins in
+the function of the operator, in `operators._define`; and `kernels.forward` or `torch_loop.forward`. A gradient begins in
 `gradients` of `operators._define`, and calls the operator of the gradient the same way.
 
 The operators are `torch.library.custom_op`s, which are opaque to compilers, and not `triton_op`s. With `wrap_triton`,
