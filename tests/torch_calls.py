@@ -89,10 +89,9 @@ def _forward(case, implementation, resets, *, xs, w_ih, w_hh, **rest):
         )  # fmt: skip
     if case.cell != "lstm":
         function, gates = getattr(functional, case.cell), cells.CELLS[case.cell].gates
-        b_hh = torch.nn.functional.pad(rest["b_hn"], ((gates - 1) * case.H, 0))
-        return function(
-            xs, rest["carry"], w_ih.mT, w_hh.mT, rest["b_ih"], b_hh, reset_state=rest.get("reset_state"), **options
-        )
+        b_hh = torch.nn.functional.pad(rest["b_hn"], ((gates - 1) * case.H, 0)) if "b_hn" in rest else None
+        b_ih = rest["b_ih"] if "b_ih" in rest else rest["b"]
+        return function(xs, rest["carry"], w_ih.mT, w_hh.mT, b_ih, b_hh, reset_state=rest.get("reset_state"), **options)
     state = (rest["reset_h"], rest["reset_c"]) if "reset_h" in rest else None
     ys, (h, c) = functional.lstm(
         xs, (rest["carry_h"], rest["carry_c"]), w_ih.mT, w_hh.mT, rest["b"], reset_state=state,

@@ -19,7 +19,8 @@ class CellSpec:
       name: of the cell; operators and kernels have it in their names.
       gates: width of the input projection as a multiple of H.
       states: the carry, with the hidden state first.
-      residuals: what the forward kernel stores at every step for the backward kernel: `(name, width / H)`.
+      residuals: what the forward kernel stores at every step for the backward kernel: `(name, width / H)`. The width of
+        "local_grads" is their number, or 4 for three.
       packed_residuals: the array of 32-bit words that replaces the residuals where the forward kernel may overwrite
         `xp`: `(name, width / H)`, as wide as `xp`, with one of the names in `residuals`. None if the cell has none.
       last_gate_separate: whether the last gate takes its input projection and its hidden product separately, instead of

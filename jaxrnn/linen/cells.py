@@ -384,8 +384,24 @@ class SimpleCell(FusedCell[Array], nn.SimpleCell):
         return "a SimpleCell with residual=True" if cell.residual else None
 
 
-class PlainNormGRUCell(nn.RNNCellBase):
-    """The attributes of `NormGRUCell` that Flax's cells have too."""
+class PlainCell(nn.RNNCellBase):
+    """The base class of what a cell that Flax does not have takes from Flax's cell. A subclass has the attributes."""
+
+    @nn.nowrap
+    def initialize_carry(self, rng: PRNGKey, input_shape: tuple[int, ...]) -> Array:
+        """Returns the carry of a new sequence, as Flax's cells do."""
+        cell: Any = self
+        carry: Array = cell.carry_init(rng, (*input_shape[:-1], cell.features), cell.param_dtype)
+        return carry
+
+    @property
+    def num_feature_axes(self) -> int:
+        """The number of axes of an input that are no batch axes."""
+        return 1
+
+
+class PlainNormGRUCell(PlainCell):
+    """The attributes of `NormGRUCell`, in the order of Flax's cells."""
 
     features: int
     norm: Literal["rms", "layer"] = "rms"
@@ -397,17 +413,6 @@ class PlainNormGRUCell(nn.RNNCellBase):
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     carry_init: Initializer = nn.initializers.zeros
-
-    @nn.nowrap
-    def initialize_carry(self, rng: PRNGKey, input_shape: tuple[int, ...]) -> Array:
-        """Returns the carry of a new sequence, as Flax's cells do."""
-        carry: Array = self.carry_init(rng, (*input_shape[:-1], self.features), self.param_dtype)
-        return carry
-
-    @property
-    def num_feature_axes(self) -> int:
-        """The number of axes of an input that are no batch axes."""
-        return 1
 
 
 @inherit_descriptions(GRUCell)

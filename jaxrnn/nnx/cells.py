@@ -398,7 +398,7 @@ class SimpleCell(FusedCell[Array], nnx.SimpleCell):
         return "a SimpleCell with residual=True" if cell.residual else None
 
 
-class NormGRUCellOptions(TypedDict, total=False):
+class PlainCellOptions(TypedDict, total=False):
     """The arguments of the constructor that Flax's cells have too."""
 
     kernel_init: Initializer
@@ -409,25 +409,19 @@ class NormGRUCellOptions(TypedDict, total=False):
     rngs: Required[nnx.Rngs]
 
 
-class NormParams(nnx.Module):
-    """The parameters of the norm of the inputs or of the state, with the names that Flax's norms give them."""
+class PlainCell(nnx.RNNCellBase):
+    """The constructor and the carry of a cell that Flax does not have, in the form that Flax's cells have.
 
-    def __init__(self, features: int, has_bias: bool, param_dtype: Dtype) -> None:
-        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
-        self.bias = nnx.Param(jnp.zeros((features,), param_dtype)) if has_bias else nnx.data(None)
+    It stands where the class of Flax stands among the bases of other cells. A subclass sets `_gates`.
+    """
 
-
-class PlainNormGRUCell(nnx.RNNCellBase):
-    """The constructor and the carry of `NormGRUCell`, in the form that Flax's cells have."""
+    _gates: ClassVar[int]
 
     def __init__(
         self,
         in_features: int,
         hidden_features: int,
         *,
-        norm: Literal["rms", "layer"],
-        epsilon: float,
-        update_bias: float,
         kernel_init: Initializer = KERNEL_INIT,
         recurrent_kernel_init: Initializer = RECURRENT_KERNEL_INIT,
         bias_init: Initializer = jax.nn.initializers.zeros,
@@ -437,17 +431,12 @@ class PlainNormGRUCell(nnx.RNNCellBase):
     ) -> None:
         self.in_features = in_features
         self.hidden_features = hidden_features
-        self.norm = norm
-        self.epsilon = epsilon
-        self.update_bias = update_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
         options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        wide = 3 * hidden_features
+        wide = self._gates * hidden_features
         self.dense_i = nnx.Linear(in_features, wide, kernel_init=kernel_init, bias_init=bias_init, **options)
         self.dense_h = nnx.Linear(hidden_features, wide, use_bias=False, kernel_init=recurrent_kernel_init, **options)
-        self.norm_i = NormParams(in_features, norm == "layer", param_dtype)
-        self.norm_h = NormParams(hidden_features, norm == "layer", param_dtype)
 
     def __call__(self, carry: Array, inputs: Array) -> tuple[Array, Array]:
         """Raises NotImplementedError: this would run a cell that `jaxrnn` cannot run, but Flax has no such cell."""
@@ -471,6 +460,38 @@ class PlainNormGRUCell(nnx.RNNCellBase):
     def num_feature_axes(self) -> int:
         """The number of axes of an input that are no batch axes."""
         return 1
+
+
+class NormParams(nnx.Module):
+    """The parameters of the norm of the inputs or of the state, with the names that Flax's norms give them."""
+
+    def __init__(self, features: int, has_bias: bool, param_dtype: Dtype) -> None:
+        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((features,), param_dtype)) if has_bias else nnx.data(None)
+
+
+class PlainNormGRUCell(PlainCell):
+    """The constructor of `NormGRUCell`, which adds the norm."""
+
+    _gates = 3
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        norm: Literal["rms", "layer"],
+        epsilon: float,
+        update_bias: float,
+        param_dtype: Dtype = jnp.float32,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, hidden_features, param_dtype=param_dtype, **options)
+        self.norm = norm
+        self.epsilon = epsilon
+        self.update_bias = update_bias
+        self.norm_i = NormParams(in_features, norm == "layer", param_dtype)
+        self.norm_h = NormParams(hidden_features, norm == "layer", param_dtype)
 
 
 @inherit_descriptions(GRUCell)
@@ -525,7 +546,7 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation = None,
         num_blocks: int = 1,
-        **options: Unpack[NormGRUCellOptions],
+        **options: Unpack[PlainCellOptions],
     ) -> None:
         caller = modules.caller_of(self)
         check_norm_and_constants(caller, norm, epsilon, update_bias)

@@ -82,4 +82,4 @@ def test_the_quick_part_has_every_cell_time_loop_and_front(tmp_path):
     found = {(test, tuple(values)) for test, values in chosen}
     assert all(expected().values())
     missing = [(test, value) for test, each in expected().items() for value in each if (test, value) not in found]
-    assert not missing, missing
+    assert not missing, "\n".join(f"{test}: {value}" for test, value in missing)

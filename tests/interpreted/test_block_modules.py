@@ -117,7 +117,8 @@ def test_stacks_with_blocks_equal_a_matrix_with_zeros(package, stack, name, impl
 @pytest.mark.parametrize("cell", LINEN_CELLS)
 def test_scanned_rnn_with_blocks(cell, implementation):
     """Checks cells of linen, in the module that agents use, with a carry."""
-    carry, options = some_carry(cell, (B,), H), {"cell_type": getattr(nn, cell), "cell_name": "cell"} | highest
+    cell_type = getattr(nn, cell, None) or getattr(linen, cell)  # Flax's class, if it has one
+    carry, options = some_carry(cell, (B,), H), {"cell_type": cell_type, "cell_name": "cell"} | highest
     blocked = linen.ScannedRNN(num_blocks=N, implementation=implementation, **options)
     matrix = linen.ScannedRNN(implementation="xla", **options)
     params = random_tree(1, blocked.init(jax.random.key(0), carry, (xs, resets)))

@@ -14,7 +14,7 @@ from torch_bridge import cells, functional, rnn_ops, torch_loop
 from torch_bridge.rnn_ops import kernels
 
 T, B, H, D, S = 4, 3, 5, 2, 3
-WITH_ORACLE = (*CELLS, "mgu", "rms_norm_gru", "layer_norm_gru")  # test_torch_rnn.py has a loop for the others
+WITH_ORACLE = (*CELLS, "mgu", "rms_norm_gru", "layer_norm_gru")  # `rnn` runs the others; test_torch_rnn.py tests it
 FUNCTIONS = {"gru": functional.gru, "lstm": functional.lstm, "mgu": functional.mgu, "simple_tanh": functional.rnn,
              "simple_relu": functools.partial(functional.rnn, nonlinearity="relu"),
              "rms_norm_gru": functional.norm_gru,
