@@ -9,8 +9,8 @@ costs a transpose or a second launch. Input projections and the gradients of all
 compilers can fuse the operations around the loop.
 
 A call passes through `operators.forward`; `op_common.call`, which bypasses the dispatcher where nothing observes it;
-the function of the operator, in `operators._define`; and `kernels.forward` or `torch_loop.forward`. A gradient begins in
-`gradients` of `operators._define`, and calls the operator of the gradient the same way.
+the function of the operator, in `operators._define`; and `kernels.forward` or `torch_loop.forward`. A gradient begins
+in `gradients` of `operators._define`, and calls the operator of the gradient the same way.
 
 The operators are `torch.library.custom_op`s, which are opaque to compilers, and not `triton_op`s. With `wrap_triton`,
 Inductor emits a kernel's source again under `@triton.jit`, which does not compile the kernels written in Gluon.
