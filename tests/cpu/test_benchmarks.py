@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import cases, harness, machine, plot, precompile, providers, report, tilings, timing
+from benchmarks import cases, harness, machine, norms, plot, providers, report, scans, suites, tilings, timing
 from benchmarks.cases import Case
 from benchmarks.oracle import Oracle, check, errors, tolerance
 from benchmarks.results import AccuracyRow, AgentRow, Report, Row
@@ -32,14 +31,8 @@ ROOT = Path(__file__).parents[2]
 MACHINE = {"gpu": "NVIDIA H200", "driver": "580.1", "jax": "0.11.2", "commit": "abc"}
 
 
-def _suites():
-    from benchmarks import suites
-
-    return suites.SUITES
-
-
 def test_command_line_knows_every_suite():
-    assert set(command.SUITES) == set(_suites())
+    assert set(command.SUITES) == set(suites.SUITES)
 
 
 def test_labels_tell_the_cases_of_a_suite_apart():
@@ -49,23 +42,29 @@ def test_labels_tell_the_cases_of_a_suite_apart():
     for table in (cases.NORMS, cases.CHOICE):
         assert len({str(case) for case in table}) == len(table)
     assert str(cases.NormCase("rms", "bwd", "bf16", 8192, 4096)) == "RMSNorm bwd bf16 8192x4096"
+    assert str(Case("gru", 5, 4, 12, reset_rate=0.3, reset_state="BH")) == "GRU 5,4,12 resets 30 % from [B,H]"
     with pytest.raises(ValueError, match="no case 'GRU 1,2,3'"):
         cases.find("GRU 1,2,3")
 
 
 TINY = [Case("gru", 5, 4, 12, reset_rate=0.3), Case("lstm", 5, 4, 12, reset_rate=0.3)]
-ON_CPU = ["jaxrnn-xla", "flax", "hoisted-scan", pytest.param("jaxrnn-linen", marks=pytest.mark.interpret)]
-ON_CPU += [
-    pytest.param(name, marks=pytest.mark.torch)
-    for name in (
-        "torch-cudnn",
-        "torch-cudnn-bf16",
-        "torch-cudnn-packed",
-        "torch-cudnn-packed-bf16",
-        "torch_bridge",
-        "torch-cell",
-    )
+OTHER_CELLS = [Case(cell, 5, 4, 12, reset_rate=0.3) for cell in dict.fromkeys(case.cell for case in cases.CELLS)]
+OTHER_CELLS.remove(TINY[0])
+RESET_STATES = [
+    (name, Case(cell, 5, 4, 12, reset_rate=0.3, reset_state=axes)) for name, cell, axes in [
+        ("jaxrnn-xla", "gru", "H"), ("jaxrnn-xla", "gru", "BH"), ("jaxrnn-xla", "lstm", "TBH"),
+        ("hoisted-scan", "lstm", "H"), ("hoisted-scan", "lstm", "BH"), ("hoisted-scan", "gru", "TBH"),
+    ]
+]  # fmt: skip
+ON_TORCH = ["torch-cudnn", "torch-cudnn-packed", "torch_bridge", "torch-cell"]
+ON_TORCH += ["torch-cudnn-bf16", "torch-cudnn-packed-bf16"]
+CHECKED = [
+    *itertools.product(("jaxrnn-xla", "flax", "hoisted-scan", "jaxrnn-linen"), (*TINY, *OTHER_CELLS)),
+    *itertools.product(ON_TORCH, TINY),
+    *RESET_STATES,
+    *itertools.product(("jaxrnn-xla", "flax"), [Case("gru", 3, 5, 8, reset_rate=0.2, models=2)]),
 ]
+MARKS = {name: pytest.mark.torch for name in ON_TORCH} | {"jaxrnn-linen": pytest.mark.interpret}
 
 
 @functools.cache
@@ -75,41 +74,26 @@ def numbers_and_truth(case):
     return inputs, Oracle(case, inputs.jax)
 
 
-OTHER_CELLS = [Case(cell, 5, 4, 12, reset_rate=0.3) for cell in dict.fromkeys(case.cell for case in cases.CELLS)]
-OTHER_CELLS.remove(TINY[0])
-
-
-@pytest.mark.parametrize("case", OTHER_CELLS, ids=str)
-@pytest.mark.parametrize("name", ON_CPU[:4])
-def test_provider_passes_the_check_with_other_cells(name, case):
-    if providers.PROVIDERS[name].unsupported(case):
-        assert name == "flax" and case.cell in ("rms_norm_gru", "layer_norm_gru")
-    else:
-        test_provider_passes_the_check(name, case)
-
-
-@pytest.mark.parametrize(("name", "cell", "axes"), [
-    ("jaxrnn-xla", "gru", "H"), ("jaxrnn-xla", "gru", "BH"), ("jaxrnn-xla", "lstm", "TBH"),
-    ("hoisted-scan", "lstm", "H"), ("hoisted-scan", "lstm", "BH"), ("hoisted-scan", "gru", "TBH"),
-])  # fmt: skip
-def test_provider_passes_the_check_with_reset_states(name, cell, axes):
-    case = Case(cell, 5, 4, 12, reset_rate=0.3, reset_state=axes)
-    assert str(case) == f"{cell.upper()} 5,4,12 resets 30 % from [{','.join(axes)}]"
-    assert providers.PROVIDERS["flax"].unsupported(case) == "is measured with episodes that start from zeros"
-    assert providers.PROVIDERS[name].unsupported(case) is None
-    test_provider_passes_the_check(name, case)
-
-
-@pytest.mark.parametrize("case", TINY, ids=str)
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(name, case, id=f"{name}-{case}", marks=MARKS.get(name, [])) for name, case in CHECKED],
+)
 def test_provider_passes_the_check(name, case):
     provider = providers.PROVIDERS[name]
     assert provider.unavailable() is None
+    if provider.unsupported(case):
+        assert name == "flax" and case.cell in ("rms_norm_gru", "layer_norm_gru")
+        return
     inputs, truth = numbers_and_truth(case)
     checked = check(provider, ready(provider.build(case, inputs)), truth)
     assert checked.status == "measured", checked.reason
     rounds = provider.precision == "bf16" or jax.default_backend() == "gpu"
     assert checked.error < (tolerance(case.cell, "bf16") if rounds else 2e-6)
+
+
+def test_flax_is_not_measured_with_reset_states():
+    unsupported = {providers.PROVIDERS["flax"].unsupported(case) for _, case in RESET_STATES}
+    assert unsupported == {"is measured with episodes that start from zeros"}
 
 
 def ready(built):
@@ -118,30 +102,7 @@ def ready(built):
     return providers.Ready(lambda: built.jitted(*built.args), built.canonical)
 
 
-@pytest.mark.parametrize("name", ["jaxrnn-xla", "flax"])
-def test_provider_with_vmap_passes_the_check(name):
-    case = Case("gru", 3, 5, 8, reset_rate=0.2, models=2)
-    inputs, truth = numbers_and_truth(case)
-    checked = check(providers.PROVIDERS[name], ready(providers.PROVIDERS[name].build(case, inputs)), truth)
-    assert checked.status == "measured", checked.reason
-
-
 RELU = Case("simple_relu", 5, 4, 12, reset_rate=0.3)
-
-
-@pytest.mark.parametrize("case", [TINY[0], RELU], ids=str)
-def test_wrong_provider_is_not_timed(case):
-    inputs, truth = numbers_and_truth(case)
-    flax = providers.PROVIDERS["flax"]
-    built = flax.build(case, inputs)
-
-    def without_resets():
-        weights, xs, rest, ct_ys = built.args
-        return built.jitted(weights, xs, rest | {"resets": np.zeros_like(rest["resets"])}, ct_ys)
-
-    row = check(flax, providers.Ready(without_resets, built.canonical), truth)
-    assert row.status == "wrong" and row.value is None
-    assert row.error_of in row.reason
 
 
 @pytest.mark.parametrize(("case", "error", "timed"), [
@@ -157,6 +118,7 @@ def test_check_applies_the_tolerance_of_the_cell(case, error, timed):
     checked = check(provider, wrong, truth)
     assert (checked.status == "measured") == timed
     if not timed:
+        assert checked.status == "wrong" and checked.value is None and checked.error_of in checked.reason
         assert checked.reason.endswith(f"more than {tolerance(case.cell, 'tf32'):g}")
 
 
@@ -187,8 +149,6 @@ INDUCTOR = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @INDUCTOR
 @pytest.mark.torch
 def test_modules_for_pytorch_are_checked_and_timed_beside_others(monkeypatch, torch_on_the_cpu):
-    from benchmarks import suites
-
     pair = TINY[0], dataclasses.replace(TINY[1], reset_rate=0.0)
     monkeypatch.setattr(cases, "TORCH", pair)
     settings = Settings(seconds=0.01, rounds=2, skip=("jaxrnn", "torchrl"))
@@ -210,8 +170,6 @@ def test_modules_for_pytorch_are_checked_and_timed_beside_others(monkeypatch, to
 def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
     """The clock times replays of a CUDA graph, except for the provider that replays CUDA graphs of its own."""
     import torch
-
-    from benchmarks import suites
 
     torch.cuda.set_device(0)  # JAX leaves the GPU current that it used last
     settings = Settings(seconds=0.02, rounds=2, skip=("torchrl",))
@@ -277,8 +235,6 @@ def test_modules_for_pytorch_get_resets_only_if_the_case_has_them(monkeypatch):
 def test_step_of_pytorch_reports_host_time_and_device_time(monkeypatch, torch_on_the_cpu):
     import torch
 
-    from benchmarks import suites
-
     graded = []
     monkeypatch.setattr(cases, "TORCH_STEP", Case("gru", 5, 1, 12, reset_rate=0.5))
     monkeypatch.setattr(timing, "synchronize", lambda: graded.append(torch.is_grad_enabled()))
@@ -340,37 +296,33 @@ def test_looped_passes_compute_everything_in_every_iteration(name):
     assert len(re.findall(DOT, before)) >= len(re.findall(DOT, once)) > 1
 
 
-def test_wrong_loop_is_not_timed(monkeypatch):
+def test_a_loop_that_is_wrong_or_cannot_be_compiled_becomes_a_row(monkeypatch):
     monkeypatch.setattr(harness, "_LOOPED_SECONDS", 60.0)
     monkeypatch.setattr(harness, "_MOST_PASSES", 3)
     inputs, truth = numbers_and_truth(TINY[0])
-    provider = providers.PROVIDERS["flax"]
-    prepared, _ = harness.prepare([provider], TINY[0], inputs, Settings())
-    one = prepared["flax"]
-    _, clocks = harness.checked_clocks([provider], {"flax": one}, truth)
-    assert clocks["flax"].method == "jitted calls, enqueued, of 3 passes in a loop"
-    wrong = dataclasses.replace(one, loop=lambda _: lambda: lambda: jax.tree.map(lambda x: 2 * x, one.run()))
-    rows, clocks = harness.checked_clocks([provider], {"flax": wrong}, truth)
-    assert rows["flax"].status == "wrong" and not clocks
-
-
-def test_a_loop_that_cannot_be_compiled_becomes_a_row(monkeypatch):
-    monkeypatch.setattr(harness, "_LOOPED_SECONDS", 60.0)
-    inputs, truth = numbers_and_truth(TINY[0])
     chosen = [providers.PROVIDERS[name] for name in ("flax", "jaxrnn-xla")]
     prepared, _ = harness.prepare(chosen, TINY[0], inputs, Settings())
+    flax = prepared["flax"]
 
     def fails(*_):
         raise RuntimeError("no space left")
 
-    for loop in (fails, lambda _: fails):
-        broken = dataclasses.replace(prepared["flax"], loop=loop)
+    def doubles(_):
+        return lambda: lambda: jax.tree.map(lambda x: 2 * x, flax.run())
+
+    for loop, status in ((fails, "failed"), (lambda _: fails, "failed"), (doubles, "wrong")):
+        broken = dataclasses.replace(flax, loop=loop)
         rows, clocks = harness.checked_clocks(chosen, prepared | {"flax": broken}, truth)
-        assert rows["flax"].status == "failed" and rows["flax"].reason == "RuntimeError: no space left"
-        assert list(clocks) == ["jaxrnn-xla"] and clocks["jaxrnn-xla"].method.endswith("passes in a loop")
+        assert rows["flax"].status == status
+        assert status == "wrong" or rows["flax"].reason == "RuntimeError: no space left"
+        assert {name: clock.method for name, clock in clocks.items()} == {
+            "jaxrnn-xla": "jitted calls, enqueued, of 3 passes in a loop"
+        }
 
 
-def test_clock_of_loops_counts_passes(monkeypatch):
+@pytest.fixture
+def spend(monkeypatch):
+    """Replaces the clock by one that only the function that this returns advances."""
     now = [0.0]
 
     def spend(seconds):
@@ -378,19 +330,17 @@ def test_clock_of_loops_counts_passes(monkeypatch):
         return ()
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    return spend
+
+
+def test_clock_of_loops_counts_passes(spend):
     clock = timing.jax_clock(lambda: spend(3.0), lambda: spend(8.0), 4)
     assert clock.batch(6) == 12.0 and clock.batch(8) == 16.0 and clock.batch(1) == 2.0 and clock.single() == 3.0
 
 
-def test_host_clock_excludes_waiting(monkeypatch):
-    now, order = [0.0], []
-
-    def spend(name, seconds):
-        order.append(name)
-        now[0] += seconds
-
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    clock = timing.host_clock(lambda: spend("call", 0.25), lambda: spend("wait", 8.0))
+def test_host_clock_excludes_waiting(spend):
+    order = []
+    clock = timing.host_clock(lambda: spend(0.25) or order.append("call"), lambda: spend(8.0) or order.append("wait"))
     calls = 2 * timing.ENQUEUED + 3
     assert clock.batch(calls) == 0.25 * calls
     n = timing.ENQUEUED + 1
@@ -410,7 +360,10 @@ def test_errors_report_nan_and_reject_other_shapes_and_names():
 
 
 def test_every_provider_of_a_timed_case_has_a_row(monkeypatch):
-    """Two providers are measured; one has no such cell, one is not installed, and one raises."""
+    """Two providers are measured; one has no such cell, one is not installed, and one raises.
+
+    First calls are made before anything is compiled: their time is limited, and compiling would take some of it.
+    """
     fake = dataclasses.replace(providers.PROVIDERS["flax"], name="absent", needs=("no_such_module",))
 
     def raises(case, inputs):
@@ -420,6 +373,9 @@ def test_every_provider_of_a_timed_case_has_a_row(monkeypatch):
     chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax", "jax-cudnn-lstm")] + [fake, broken]
     settings = Settings(seconds=0.01, rounds=3)
     monkeypatch.setattr(harness, "_AT_ONCE", 2)
+    order, compile_in = [], harness.compile_in
+    monkeypatch.setattr(harness.FirstCalls, "problem", lambda *_: order.append("first call"))
+    monkeypatch.setattr(harness, "compile_in", lambda *args: (order.append("compile"), compile_in(*args))[1])
     several = harness.time_cases(TINY, chosen, settings, lambda case: {"jaxrnn-xla": case.B})
     rows, *others = several
     assert [{row.case for row in rows} for rows in others] == [{str(case)} for case in TINY[1:]]
@@ -427,31 +383,18 @@ def test_every_provider_of_a_timed_case_has_a_row(monkeypatch):
     assert [row.status for row in rows] == ["measured", "measured", "unsupported", "unavailable", "failed"]
     assert rows[0].target == TINY[0].B and rows[0].unit == "ms" and rows[0].calls >= 3
     assert rows[0].low <= rows[0].value <= rows[0].high and rows[0].wall > 0
+    assert order[0] == "first call" and "first call" not in order[order.index("compile") :]
     assert rows[3].reason == "no_such_module not installed" and rows[4].reason == "RuntimeError: out of order"
 
 
-def test_first_calls_are_made_before_anything_is_compiled(monkeypatch):
-    """Their time is limited, and compiling beside them would take some of it."""
-    order, compile_in = [], harness.compile_in
-    monkeypatch.setattr(harness.FirstCalls, "problem", lambda self, provider, case: order.append("first call"))
-    monkeypatch.setattr(harness, "compile_in", lambda *args: (order.append("compile"), compile_in(*args))[1])
-    chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax")]
-    rows = list(harness.time_cases(TINY, chosen, Settings(seconds=0.01, rounds=2)))
-    assert [row.status for case in rows for row in case] == ["measured"] * 4
-    assert order == ["first call"] * 4 + ["compile"] * 4
-
-
 def test_compile_times_a_first_call_and_one_after_another_process(monkeypatch):
-    from benchmarks import suites
-
     calls = []
 
     def run(provider, case, *, limit, cold=False, caches="", profile=""):
         calls.append((provider, cold, caches))
-        return first_call.FirstCall(4.0 if cold or not calls[-2][2] else 0.5)
+        return harness.first_call.FirstCall(4.0 if cold or not calls[-2][2] else 0.5)
 
-    first_call = suites.first_call
-    monkeypatch.setattr(first_call, "run", run)
+    monkeypatch.setattr(harness.first_call, "run", run)
     monkeypatch.setattr(providers.Provider, "unavailable", lambda self: None)
     chosen = Settings(only=("jaxrnn", "torch-cudnn"), rows=("GRU 64,128,128",))
     rows = {(row.case, row.provider): row for row in suites.compile(chosen, lambda _: None)}
@@ -463,9 +406,8 @@ def test_compile_times_a_first_call_and_one_after_another_process(monkeypatch):
     assert cold and not none and before == after != ""
 
 
-@pytest.mark.parametrize("status", ["unfinished", "failed"])
-def test_a_second_process_is_not_timed_if_the_first_one_fails(status, monkeypatch):
-    failed = harness.first_call.FirstCall(None, status, "no memory")
+def test_a_second_process_is_not_timed_if_the_first_one_fails(monkeypatch):
+    failed = harness.first_call.FirstCall(None, "failed", "no memory")
     monkeypatch.setattr(harness.first_call, "run", lambda *_, **__: failed)
     assert harness.first_call.run_twice("jaxrnn", cases.COMPILE[0], limit=1.0) == failed
 
@@ -488,8 +430,6 @@ def test_unfinished_first_call_skips_the_provider_in_wider_cases(monkeypatch):
 
 def test_ppo_has_a_row_for_each_number_of_devices(monkeypatch):
     """Trains on one device, and on two if there are two. The last row needs one more than there are, and says so."""
-    from benchmarks import suites
-
     here = len(jax.devices())
     splits = [cases.Split(8, 1), *([cases.Split(16, 2)] if here > 1 else []), cases.Split(8 * (here + 1), here + 1)]
     assert str(cases.Split(1024, 1)) == "PPO, 1024 envs on 1 GPU" and str(splits[-1]).endswith(f" on {here + 1} GPUs")
@@ -513,8 +453,6 @@ def test_ppo_has_a_row_for_each_number_of_devices(monkeypatch):
 @pytest.fixture
 def small_agents(monkeypatch):
     """Makes the suite train two agents for a few updates, with a dense layer as every recurrence."""
-    from benchmarks import suites
-
     example, training = suites.load_example()
     config = functools.partial(example.Config, unroll=1, hidden=8, epochs=1, minibatches=1)
     config.rollout_steps = example.Config.rollout_steps
@@ -526,11 +464,11 @@ def small_agents(monkeypatch):
     monkeypatch.setattr(cases, "PPO_AGENTS", {cases.Agents(8): 4.0, cases.Agents(8, 2): 5.0})
     for name, value in {"SPLITS": (), "SEEDS": 2, "UPDATES": 4, "UPDATES_A_CALL": 2}.items():
         monkeypatch.setattr(cases, f"PPO_{name}", value)
-    return suites, training, config, example.make_ppo
+    return training, config, example.make_ppo
 
 
 def test_ppo_has_a_row_for_each_recurrence_with_its_return_and_its_share(small_agents):
-    suites, training, config, make_ppo = small_agents
+    training, config, make_ppo = small_agents
     settings = Settings(seconds=0.01, rounds=2, skip=("jaxrnn-xla",))
     rows = list(suites.ppo(settings, lambda _: None))
     names = ("flax", "jaxrnn", "no recurrence")
@@ -554,7 +492,6 @@ def test_ppo_has_a_row_for_each_recurrence_with_its_return_and_its_share(small_a
 
 
 def test_a_recurrence_that_fails_is_a_row_beside_the_others(small_agents, monkeypatch):
-    suites, *_ = small_agents
     monkeypatch.setitem(suites.PPO_IMPLEMENTATIONS, "jaxrnn", "auto")
     monkeypatch.setattr(suites._bridge, "unsupported", lambda *_: "is out of order")
     settings = Settings(seconds=0.01, rounds=2, only=("jaxrnn", "flax"), rows=("PPO, 8",))
@@ -564,62 +501,50 @@ def test_a_recurrence_that_fails_is_a_row_beside_the_others(small_agents, monkey
     assert ours.reason == "NotImplementedError: the Triton implementation is out of order"
 
 
-def test_a_row_has_the_curve_of_agents_that_train_at_once():
-    from benchmarks import suites
-
+def row_of_agents(seeds, *updates):
+    """Returns the row of two agents, given for each update the episodes that each has ended, and their total return."""
     _, training = suites.load_example()
     outputs = [
-        types.SimpleNamespace(episodes=np.full((2, 1), 4), total_return=np.array([[low], [high]]))
-        for low, high in ((0, 4), (2, 4), (4, 4))
+        types.SimpleNamespace(episodes=np.array(episodes)[:, None], total_return=np.array(total)[:, None])
+        for episodes, total in updates
     ]
     config = types.SimpleNamespace(num_envs=8, rollout_steps=2)
-    result = training.Result(config, "task", training.Calls(None, outputs, [1.0, 2.0, 4.0], 0.0, True))
-    spread = timing.Spread.of([0.5], 3)
-    one, both = (suites.agent_row(AgentRow("PPO", "flax", seeds=n), spread, 32, "", training, result) for n in (1, 2))
+    calls = training.Calls(None, outputs, [1.0, 2.0, 4.0][: len(outputs)], 0.0, True)
+    row, spread = AgentRow("PPO", "jaxrnn", seeds=seeds), timing.Spread.of([0.5], 3)
+    return suites.agent_row(row, spread, 32, "", training, training.Result(config, "task", calls))
+
+
+def test_a_row_has_the_curve_of_agents_that_train_at_once():
+    one, both = (row_of_agents(n, ((4, 4), (0, 4)), ((4, 4), (2, 4)), ((4, 4), (4, 4))) for n in (1, 2))
     assert one.curve is None and (one.value, one.returned, one.trained) == (64.0, 1.0, 2)
     assert both.curve == {
         "steps": [16, 32, 48], "seconds": [1, 2, 4], "mean": [0.5, 0.75, 1.0], "low": [0, 0.5, 1.0], "high": [1, 1, 1]
     }  # fmt: skip
 
 
-def test_a_row_has_the_returns_of_the_agents_that_ended_an_episode_or_none(tmp_path):
-    from benchmarks import suites
-
-    _, training = suites.load_example()
-    for ended, returned, means in ((1, 0.5, [None, 0.5]), (0, None, [None, None])):
-        outputs = [
-            types.SimpleNamespace(episodes=np.array([[0], [episodes]]), total_return=np.array([[0], [1]]))
-            for episodes in (0, 2 * ended)
-        ]
-        config = types.SimpleNamespace(num_envs=8, rollout_steps=2)
-        result = training.Result(config, "task", training.Calls(None, outputs, [1.0, 2.0], 0.0, True))
-        row = suites.agent_row(AgentRow("PPO", "jaxrnn", seeds=2), timing.Spread.of([0.5], 3), 32, "", training, result)
-        assert (row.returned, row.returned_low, row.returned_high) == (returned,) * 3
-        assert row.curve["mean"] == row.curve["low"] == row.curve["high"] == means
-        assert "NaN" not in Report("ppo", MACHINE, {}, [row]).save(tmp_path).read_text()
-        shown = [line.get_ydata() for line in plot.learning(Report.load(tmp_path / "ppo.json")).axes[0].lines]
-        np.testing.assert_array_equal(shown, [np.array(means, float)])
-        plot.draw(tmp_path)
+@pytest.mark.parametrize(("ended", "returned", "means"), [(2, 0.5, [None, 0.5]), (0, None, [None, None])])
+def test_a_row_has_the_returns_of_the_agents_that_ended_an_episode_or_none(ended, returned, means, tmp_path):
+    row = row_of_agents(2, ((0, 0), (0, 1)), ((0, ended), (0, 1)))
+    assert (row.returned, row.returned_low, row.returned_high) == (returned,) * 3
+    assert row.curve["mean"] == row.curve["low"] == row.curve["high"] == means
+    assert "NaN" not in Report("ppo", MACHINE, {}, [row]).save(tmp_path).read_text()
+    shown = [line.get_ydata() for line in plot.learning(Report.load(tmp_path / "ppo.json")).axes[0].lines]
+    np.testing.assert_array_equal(shown, [np.array(means, float)])
+    plot.draw(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("missing", "reason"), [("is out of order", "is out of order"), (None, "is not what implementation=None chooses")]
-)
-def test_ppo_fails_where_a_scan_would_replace_the_kernels(monkeypatch, missing, reason):
-    from benchmarks import suites
-
-    monkeypatch.setattr(suites._bridge, "unsupported", lambda *_: missing)
+def test_ppo_fails_where_a_scan_would_replace_the_kernels(monkeypatch):
+    monkeypatch.setattr(suites._bridge, "unsupported", lambda *_: None)
     monkeypatch.setattr(suites._bridge, "is_preferred", lambda steps: False)
-    monkeypatch.setattr(cases, "PPO_SPLITS", (cases.Split(1024, 1),))
+    monkeypatch.setattr(cases, "PPO_SPLITS", (cases.Split(8, 1),))
+    monkeypatch.setattr(cases, "PPO_STEPS_AN_ENV", 512)
     (row,) = suites.ppo(Settings(rows=("on 1 GPU",)), lambda _: None)
     assert row.status == "failed" and report.broken(row)
-    assert row.reason.startswith(f"NotImplementedError: the Triton implementation {reason}")
+    assert row.reason.startswith("NotImplementedError: the Triton implementation is not what implementation=None")
 
 
 def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
     """Rows of another commit are dropped, because they no longer hold."""
-    from benchmarks import suites
-
     new = [AgentRow("PPO, 16 seeds of 64 envs", name, unit="steps/s", value=16_000.0) for name in ("flax", "jaxrnn")]
     monkeypatch.setitem(suites.SUITES, "ppo", lambda settings, progress: iter(new))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -721,19 +646,15 @@ def test_table_has_ratios_targets_and_reasons():
     assert any(machine.line(MACHINE) in line for line in lines)
 
 
-def test_more_steps_per_second_are_better():
-    rows = [
-        Row("PPO", "jaxrnn", unit="steps/s", value=500.0, target=400.0),
-        Row("PPO", "flax", unit="steps/s", value=100.0),
-    ]
+@pytest.mark.parametrize("unit", ["steps/s", "of copy"])
+def test_larger_figures_are_better(unit):
+    rows = [Row("case", "jaxrnn", unit=unit, value=500.0, target=400.0), Row("case", "flax", unit=unit, value=100.0)]
     assert report.advantage(rows[1], rows) == 5.0
     assert report.met(rows[0]) and report.met(rows[1]) is None
 
 
 @pytest.mark.interpret
 def test_accuracy_has_a_row_for_every_array_and_says_what_failed(monkeypatch):
-    from benchmarks import suites
-
     monkeypatch.setattr(cases, "ACCURACY", TINY)
     monkeypatch.setattr(suites, "ACCURACY_AT_ONCE", 1)
     monkeypatch.setattr(suites, "PRECISIONS", {"default": ("f32", "default", 2.0**-24), "none": ("f32", "no", 1.0)})
@@ -760,18 +681,12 @@ def test_accuracy_table_flags_errors_above_twice_those_of_xla():
     assert text.count("OVER 2x") == 2 and text.count("within 2x") == 2 and "RuntimeError: no" in text
 
 
-def test_results_are_the_same_after_saving_and_loading(tmp_path):
-    result = headline()
-    assert Report.load(result.save(tmp_path)) == result
-    rows = [AccuracyRow("GRU", "high", "ys", 1e-7, 1e-7, 1e-7, 1e-7)]
-    accuracy = Report("accuracy", MACHINE, {}, rows)
-    assert Report.load(accuracy.save(tmp_path)) == accuracy
-
-
-def test_each_row_is_a_line_of_the_file(tmp_path):
-    result = headline()
-    lines = [line for line in result.save(tmp_path).read_text().splitlines() if '"case"' in line]
-    assert [Row(**json.loads(line.rstrip(","))) for line in lines] == result.rows
+def test_results_are_the_same_after_saving_and_loading_and_have_a_line_for_each_row(tmp_path):
+    accuracy = Report("accuracy", MACHINE, {}, [AccuracyRow("GRU", "high", "ys", 1e-7, 1e-7, 1e-7, 1e-7)])
+    for result in (headline(), accuracy):
+        path = result.save(tmp_path)
+        assert Report.load(path) == result
+        assert sum('"case"' in line for line in path.read_text().splitlines()) == len(result.rows)
 
 
 def test_targets_are_those_of_now():
@@ -810,13 +725,10 @@ def test_figures_are_drawn_for_light_and_dark_pages(tmp_path):
     scripts().save(tmp_path)
     images = plot.draw(tmp_path)
     assert [image.name for image in images] == ["speedup-light.svg", "speedup-dark.svg", *names]
-    for light, dark in zip(images[::2], images[1::2], strict=True):
-        texts = [image.read_text() for image in (light, dark)]
-        assert [[paper in text for paper in ("fill: #ffffff", "fill: #0d1117")] for text in texts] == [
-            [True, False],
-            [False, True],
-        ]
-        assert "abc" not in texts[0]  # no commit in a figure for users
+    for image in images:
+        text = image.read_text()
+        assert ("fill: #ffffff" in text, "fill: #0d1117" in text) == ("light" in image.name, "dark" in image.name)
+        assert "abc" not in text  # no commit in a figure for users
     before = [image.read_bytes() for image in images]
     assert [image.read_bytes() for image in plot.draw(tmp_path)] == before
 
@@ -919,16 +831,15 @@ def test_invalid_command_line_exits_with_a_message(arguments, message, capsys):
 )
 def test_rows_option_applies_to_every_suite(name):
     """Suites prepare nothing for cases that `--rows` excludes."""
-    assert list(_suites()[name](Settings(rows=("no such case",)), None)) == []
+    assert list(suites.SUITES[name](Settings(rows=("no such case",)), None)) == []
 
 
-@pytest.mark.parametrize("what", [["show", "small"], ["plot"]])
-def test_missing_results_exit_with_a_message(what, tmp_path):
-    with pytest.raises(SystemExit, match=r"no results of .*: measure first"):
-        command.main([*what, "--out", str(tmp_path)])
+def test_missing_results_exit_with_a_message(tmp_path):
+    for what in (["show", "small"], ["plot"]):
+        with pytest.raises(SystemExit, match=r"no results of .*: measure first"):
+            command.main([*what, "--out", str(tmp_path)])
     headline().save(tmp_path)
-    if what[0] != "show":
-        assert command.main([*what, "--out", str(tmp_path)]) == 0
+    assert command.main(["plot", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"suite": "headline", "rows": [1]}', "\xff"])
@@ -942,33 +853,29 @@ def test_damaged_results_exit_with_their_path(text, tmp_path):
         headline().others(tmp_path)
 
 
+def run_command(*arguments, **options):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    line = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, **options)
+
+
 def test_closed_output_pipe_exits_without_a_traceback(tmp_path):
     headline().save(tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "show", "--out", str(tmp_path)],
-        cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    result = run_command("show", "--out", tmp_path, stdout=writer)
     os.close(writer)
     assert (result.returncode, result.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("what", ["headline", "norm"])
-def test_measuring_without_a_gpu_exits_with_a_message(what):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks", what], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+def test_measuring_without_a_gpu_exits_with_a_message():
+    result = run_command("norm")
     assert result.returncode == 1 and "an NVIDIA GPU" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer JAX warns about Pallas's use of Triton
 def test_launch_in_a_scan_is_timed_on_the_gpu():
-    from benchmarks import scans, suites
-
     rows = list(suites.dispatch(Settings(seconds=0.1, rounds=20), lambda _: None))
     assert [row for row in rows if row.status != "measured"] == []
     *captured, launch = [row for row in rows if row.case == rows[0].case]
@@ -990,8 +897,6 @@ def test_launch_in_a_scan_is_timed_on_the_gpu():
 
 @pytest.mark.interpret
 def test_two_devices_run_launches_and_add_up_what_they_wrote(monkeypatch):
-    from benchmarks import scans
-
     monkeypatch.setattr(scans, "DISPATCH_ITERATIONS", 2)
     programs = scans.dispatch_on_two_devices()
     program, (h,) = programs[scans.SUM_OURS]
@@ -1001,27 +906,14 @@ def test_two_devices_run_launches_and_add_up_what_they_wrote(monkeypatch):
     np.testing.assert_allclose(jax.jit(programs[scans.OURS][0])(h), 0.99**2 * start, rtol=1e-6)
 
 
-@pytest.mark.interpret
-def test_timed_launch_computes_the_same_as_the_native_call():
-    from benchmarks import scans
-
-    h = jax.random.normal(jax.random.key(0), (16, 64))
-    np.testing.assert_array_equal(jax.jit(scans.our_call)(h), np.float32(0.99) * np.asarray(h))
-
-
 # Norms.
 
 
-NORM_CASES = [
-    (kind, direction, dtype) for kind in ("rms", "layer") for direction in ("fwd", "bwd") for dtype in ("f32", "bf16")
-]
-
-
 @pytest.mark.torch
-@pytest.mark.parametrize(("kind", "direction", "dtype"), NORM_CASES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_norms_are_checked_and_timed(kind, direction, dtype):
-    from benchmarks import norms
-
     case = cases.NormCase(kind, direction, dtype, 40, 24)
     settings = Settings(rounds=2, skip=("torch-compile", "jaxrnn"))
     rows = list(norms.norm(settings, lambda _: None, [case]))
@@ -1032,14 +924,11 @@ def test_norms_are_checked_and_timed(kind, direction, dtype):
         assert 0 < row.low <= row.value <= row.high
     assert rows[-1].value == 1 and rows[-1].error is None
     assert all(row.error < (1e-5 if dtype == "f32" else 1e-2) for row in rows[:-1])
-    assert list(norms.norm(Settings(rows=("no such",)), lambda _: None, [case])) == []
 
 
 @pytest.mark.torch
 def test_wrong_or_failed_norm_is_a_row():
     import torch
-
-    from benchmarks import norms
 
     case = cases.NormCase("layer", "bwd", "f32", 40, 24)
 
@@ -1072,24 +961,20 @@ def test_wrong_or_failed_norm_is_a_row():
 
 
 @pytest.mark.torch
-def test_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
+def test_share_of_a_copy_is_compared_with_its_target_and_drawn(tmp_path):
     rows = []
     for case in cases.NORMS:
-        for name, value in (("torch_bridge", 0.9), ("torch", 0.3)):
+        for name, value, target in (("torch_bridge", 0.9, case.target), ("torch", 0.3, None)):
             row = Row(str(case), name, ours="torch_bridge", unit="of copy", value=value, low=value, high=value)
-            rows.append(dataclasses.replace(row, target=case.target if name == "torch_bridge" else None, note="9 us"))
-    assert report.advantage(rows[1], rows) == pytest.approx(3.0)
-    verdicts = {row.target: report.met(row) for row in rows}
-    assert verdicts == {0.92: False, 0.85: True, None: None}
+            rows.append(dataclasses.replace(row, target=target, note="9 us"))
     result = Report("norm", MACHINE, {}, rows)
-    assert Report.load(result.save(tmp_path)) == result
-    assert "0.920 missed" in printed(result) and "0.850 met" in printed(result) and "3.00x" in printed(result)
+    result.save(tmp_path)
+    assert all(text in printed(result) for text in ("0.920 missed", "0.850 met", "3.00x"))
     assert [image.name for image in plot.draw(tmp_path)] == ["norm-light.svg", "norm-dark.svg"]
 
 
 @pytest.mark.compile_only
 def test_kernels_of_the_norm_suite_compile():
-    from benchmarks import norms
     from torch_bridge.norms import Launch
     from torch_bridge.tiling import Device
 
@@ -1112,9 +997,9 @@ class FailingLaunch:
 
 @pytest.mark.torch
 def test_kernels_that_do_not_compile_beforehand_are_no_error_and_wrong_arguments_are():
-    precompile.compile_kernels(FailingLaunch, [("right",), ("arguments",)])
+    norms.precompile.compile_kernels(FailingLaunch, [("right",), ("arguments",)])
     with pytest.raises(TypeError, match="wrong arguments"):
-        precompile.compile_kernels(FailingLaunch, [("right",), ("wrong arguments",)])
+        norms.precompile.compile_kernels(FailingLaunch, [("right",), ("wrong arguments",)])
 
 
 @pytest.mark.parametrize("profile", ["a100", "h200", "rtx5090"])
@@ -1149,8 +1034,6 @@ def test_programs_of_the_norm_suite_accept_arrays_of_pytorch(direction, place):
     """There are several devices, and the arrays are on one of them."""
     import torch
 
-    from benchmarks import norms
-
     case, stopwatch = cases.NormCase("rms", direction, "f32", 6, 5), timing.HostStopwatch()
     shapes = {"x": (6, 5), "dy": (6, 5)} | dict.fromkeys(case.parameters, (5,))
     arrays = {name: torch.ones(shape, device=place) for name, shape in shapes.items()}
@@ -1166,8 +1049,6 @@ def test_programs_of_the_norm_suite_accept_arrays_of_pytorch(direction, place):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor warns on its first import
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # Inductor recommends them
 def test_norms_on_the_gpu_are_checked_and_timed():
-    from benchmarks import norms
-
     settings = Settings(rounds=2)
     for kind, direction in (("rms", "fwd"), ("layer", "bwd")):
         for shape in ((4096, 2048), cases.RECURRENT_NORMS[2]):

@@ -1,10 +1,7 @@
 """`torch_bridge.explain` calls a function and leaves tensors, modules and random number generators as they were."""
 
-import copy
 import functools
-import logging
 
-import numpy as np
 import pytest
 from torch_calls import torch
 
@@ -48,46 +45,29 @@ def assert_unchanged(module, before):
 # Gradients
 
 
-def clear_by_none(rnn):
-    rnn.zero_grad()
+CLEARS = {
+    "none": lambda rnn: torch.optim.SGD(rnn.parameters(), 0.1).zero_grad(),
+    "zeros": lambda rnn: rnn.zero_grad(set_to_none=False),
+    "scale": lambda rnn: rnn.weight_hh_l0.grad.mul_(0.5).add_(1),
+    "clip": lambda rnn: torch.nn.utils.clip_grad_norm_(rnn.parameters(), 1e-3),
+}
 
 
-def clear_by_zeros(rnn):
-    rnn.zero_grad(set_to_none=False)
-
-
-def clear_by_hand(rnn):
-    for x in rnn.parameters():
-        x.grad = None
-
-
-def clear_by_the_optimizer(rnn):
-    torch.optim.SGD(rnn.parameters(), 0.1).zero_grad()
-
-
-def scale(rnn):
-    for x in rnn.parameters():
-        x.grad.mul_(0.5).add_(1)
-
-
-def clip(rnn):
-    torch.nn.utils.clip_grad_norm_(rnn.parameters(), 1e-3)
-
-
-@pytest.mark.parametrize("change", [clear_by_none, clear_by_zeros, clear_by_hand, clear_by_the_optimizer, scale, clip])
-@pytest.mark.parametrize("given", [True, False])
-def test_gradients_that_the_function_clears_or_changes_stay(rnn, xs, change, given):
-    for i, x in enumerate(rnn.parameters()):
+@pytest.mark.parametrize("change", CLEARS)
+def test_gradients_that_the_function_clears_changes_or_makes_stay(rnn, xs, change):
+    """One parameter has no gradient before. The function computes all of them, and `explain` adds no second pass."""
+    for i, x in enumerate([*rnn.parameters()][1:]):
         x.grad = torch.full_like(x, i + 1)
     before, objects = snapshot(rnn), [x.grad for x in rnn.parameters()]
 
-    def step(xs, rnn=rnn):
-        change(rnn)
-        rnn(xs)[0].sum().backward()
-        return [x.grad.norm() for x in rnn.parameters()]
+    def step(xs):
+        CLEARS[change](rnn)
+        ys, _ = rnn(xs)
+        ys.sum().backward()
+        return ys, [x.grad.norm() for x in rnn.parameters()]
 
-    explanation = torch_bridge.explain(step, xs, *([rnn] if given else []), device="h100")
-    assert [one.direction for one in explanation.launches] == ["forward", "backward"]
+    explanation = torch_bridge.explain(step, xs, device="h100")
+    assert [(one.direction, one.times) for one in explanation.launches] == [("forward", 1), ("backward", 1)]
     assert_unchanged(rnn, before)
     assert all(x.grad is y for x, y in zip(rnn.parameters(), objects, strict=True))
 
@@ -124,10 +104,7 @@ def test_a_graph_of_the_caller_can_still_be_differentiated(rnn, kind):
 
 CHANGES = {
     "add": lambda x: x.add_(1),
-    "subtract": lambda x: x.sub_(1),
-    "multiply": lambda x: x.mul_(3),
     "add itself": lambda x: x.add_(x),
-    "fill": lambda x: x.fill_(7),
     "copy": lambda x: x.copy_(x * 2),
     "item": lambda x: x.__setitem__(0, 7),
     "view": lambda x: x.view(-1)[:2].mul_(3),
@@ -137,7 +114,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64])
 @pytest.mark.parametrize("change", CHANGES)
 def test_values_stay_where_the_function_writes_in_place(change, dtype):
     x = torch.arange(1, 7).view(2, 3).to(dtype)
@@ -148,21 +125,6 @@ def test_values_stay_where_the_function_writes_in_place(change, dtype):
     torch_bridge.explain(lambda x: CHANGES[change](x), x)
     torch_bridge.explain(lambda: CHANGES[change](x))
     assert torch.equal(x, before) and x._version == version and has_values(x)
-
-
-def test_a_graph_that_saved_a_tensor_is_valid_after_an_in_place_change(rnn, xs):
-    w, state = torch.ones(1, B, H, requires_grad=True), torch.full((1, B, H), 2.0)
-    pending = (w * state).sum()
-
-    def step(xs):
-        ys, last = rnn(xs, state.clone())
-        with torch.no_grad():
-            state.copy_(last)
-        return ys
-
-    torch_bridge.explain(step, xs)
-    pending.backward()
-    assert torch.equal(w.grad, torch.full_like(w, 2.0))
 
 
 def test_buffers_of_modules_stay(xs):
@@ -209,22 +171,13 @@ def test_requires_grad_stays(rnn, xs):
 
 def test_lengths_changed_in_place_have_their_new_values_in_the_explanation_only(rnn):
     lengths, xs = torch.tensor([3, 9]), torch.ones(10, B, D)
-
-    def clamp_the_argument(lengths):
-        lengths.clamp_(max=4)
-        return rnn(xs[: int(lengths.max())])
-
-    def clamp_a_view(lengths):
-        lengths[1:].clamp_(max=4)
-        return rnn(xs[: int(lengths.max())])
-
-    def clamp_a_copy(lengths):
-        lengths = lengths.clone()
-        lengths.clamp_(max=4)
-        return rnn(xs[: lengths.tolist()[1]])
-
-    for function in (clamp_the_argument, clamp_a_view, clamp_a_copy):
-        assert torch_bridge.explain(function, lengths).calls[0].arguments == "xs float32[4,2,3], 4 units"
+    for clamp in (
+        lambda lengths: (lengths.clamp_(max=4), int(lengths.max()))[1],
+        lambda lengths: (lengths[1:].clamp_(max=4), int(lengths.max()))[1],
+        lambda lengths: lengths.clone().clamp_(max=4).tolist()[1],
+    ):
+        explanation = torch_bridge.explain(lambda lengths, clamp=clamp: rnn(xs[: clamp(lengths)]), lengths)
+        assert explanation.calls[0].arguments == "xs float32[4,2,3], 4 units"
         assert lengths.tolist() == [3, 9]
 
     def write_what_has_no_value(lengths):
@@ -247,15 +200,11 @@ class Stateful(torch.nn.Module):
         super().__init__()
         self.rnn, self.h, self.count = nn.GRU(D, H), None, 0
         self.register_buffer("last", torch.zeros(B, H))
-        self.seen = []
 
     def forward(self, xs):
         ys, self.h = self.rnn(xs, self.h)
         self.last, self.other, self.count = ys[-1], (ys[0], 3), self.count + 1
         return ys
-
-    def act(self, xs):
-        return self(xs)
 
 
 @pytest.mark.parametrize("how", ["module", "argument", "method"])
@@ -265,7 +214,7 @@ def test_attributes_of_modules_among_the_arguments_stay(xs, how):
     arguments = {
         "module": (module, xs),
         "argument": (lambda modules, xs: modules["agent"](xs), {"agent": module}, xs),
-        "method": (module.act, xs),
+        "method": (module.forward, xs),
     }[how]
     assert torch_bridge.explain(*arguments, device="h100").calls[0].name == "gru"
     assert module.h is None and module.last is last and module.count == 0 and not hasattr(module, "other")
@@ -286,21 +235,6 @@ def test_modules_that_the_function_calls_keep_no_tensor_without_values(xs):
     assert module.h is state and has_values(module.last) and len(module.other) == 2 and has_values(module.other[0])
 
 
-def test_a_list_that_a_module_appends_to_stays_its_attribute(xs):
-    """`explain` cannot undo the change of a list, and does not make it worse."""
-    module = Stateful()
-
-    def run(xs):
-        module.seen.append(module(xs))
-        return module(xs)
-
-    torch_bridge.explain(run, xs)
-    assert len(module.seen) == 1
-    module.seen.clear()
-    run(xs)
-    assert has_values(module.seen[0])
-
-
 def test_parameters_replaced_for_a_call_are_not_those_that_stay(rnn, xs):
     params = [{name: torch.zeros_like(x) for name, x in rnn.named_parameters()} for _ in range(2)]
     stacked = {name: torch.stack([one[name] for one in params]) for name in params[0]}
@@ -310,7 +244,9 @@ def test_parameters_replaced_for_a_call_are_not_those_that_stay(rnn, xs):
         return torch.func.functional_call(rnn, params, (xs,))[0]
 
     assert torch_bridge.explain(torch.vmap(run), stacked, device="h100").launches[0].problem.models == 2
-    torch_bridge.explain(torch.func.grad(lambda params: run(params).sum()), params[0])
+    gradient = torch.func.grad(lambda params: run(params).sum())
+    launches = torch_bridge.explain(gradient, params[0], device="h100").launches
+    assert [one.direction for one in launches] == ["forward", "backward"]
     assert all(x is y for x, y in zip(rnn.parameters(), objects, strict=True))
     assert_unchanged(rnn, before)
 
@@ -332,17 +268,12 @@ def test_modules_are_as_before_when_the_function_raises(xs):
 # Random numbers
 
 
-def seeds(_):
-    torch.manual_seed(3)
-
-
 DRAWS = {
     "dropout": lambda lengths: torch.nn.functional.dropout(torch.ones(3)),
     "like integers": lambda lengths: torch.randint_like(lengths, 5),
     "integers in place": lambda lengths: lengths.random_(5),
     "normal": lambda lengths: torch.randn(3),
-    "permutation": lambda lengths: torch.randperm(3),
-    "seed": seeds,
+    "seed": lambda lengths: torch.manual_seed(3),
 }
 
 
@@ -396,35 +327,3 @@ def test_results_of_the_caller_may_be_changed_without_gradients():
     torch_bridge.explain(double)
     result.sum().backward()
     assert torch.equal(leaf.grad, leaf.detach().exp())
-
-
-# Everything else
-
-
-def test_explain_twice_says_the_same_and_the_call_computes_the_same(rnn, xs):
-    fresh = copy.deepcopy(rnn)
-    explained = [torch_bridge.explain(rnn, xs, device="h100") for _ in range(2)]
-    assert explained[0] == explained[1] and len(explained[0].launches) == 2
-    for module in (rnn, fresh):
-        module(xs)[0].square().sum().backward()
-    for x, y in zip(rnn.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(x.grad, y.grad) and x.grad.any()
-
-
-def test_arrays_that_share_memory_with_tensors_stay(rnn):
-    array = np.ones((T, B, D), np.float32)
-    torch_bridge.explain(lambda xs: rnn(xs.mul_(2)), torch.from_numpy(array))
-    assert (array == 1).all()
-
-
-def test_the_log_says_what_a_call_runs_after_it_was_explained(caplog):
-    from torch_bridge import recording
-
-    recording._log_once.cache_clear()
-    rnn, xs = nn.GRU(D, H, implementation="torch"), torch.ones(T, B, D)
-    with caplog.at_level(logging.DEBUG, "torch_bridge"):
-        torch_bridge.explain(rnn, xs)
-        assert not [record for record in caplog.records if record.name == "torch_bridge"]
-        rnn(xs)
-    messages = [record.getMessage() for record in caplog.records if record.name == "torch_bridge"]
-    assert messages == ['gru(xs float32[5,2,3], 4 units) runs torch: implementation="torch" was passed']
