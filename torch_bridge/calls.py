@@ -15,7 +15,7 @@ from torch_bridge.cells import CellSpec
 
 
 class Norm(NamedTuple):
-    """What a loop needs of the norm of `[x, h]` that the gates see; `kernels.loops.streamed` explains it.
+    """The arrays and the width of the norm of `[x, h]`, which the gates see; `kernels.loops.streamed` explains it.
 
     Attributes:
       width: the number of elements of `[x, h]`.

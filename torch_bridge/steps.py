@@ -211,5 +211,5 @@ CELLS: dict[str, type[Cell]] = {
     "gru": GRU, "lstm": LSTM, "mgu": MGU, "simple_tanh": SimpleTanh, "simple_relu": SimpleReLU,
     "rms_norm_gru": NormGRU, "layer_norm_gru": NormGRU,
 }  # fmt: skip
-# What computes one step of a cell without a launch, for the cells that have it.
+# The functions that compute one step without a launch, by the name of the cell; a cell with a norm has none.
 SINGLE_STEPS = {name: cell.single_step for name, cell in CELLS.items() if not cells.CELLS[name].norm}

@@ -20,7 +20,8 @@ from torch_bridge.rnn_ops import Precision
 
 Device = torch.device | str | int | None
 
-# What `torch.nn.RNNBase` accepts. Other modules are built as a GRU without memory, and get their weights then.
+# The kinds that `torch.nn.RNNBase` accepts. A module of another kind is constructed as a GRU without allocated memory,
+# and gets its weights afterwards.
 _MODES_OF_TORCH = ("GRU", "LSTM", "RNN_TANH", "RNN_RELU")
 
 
@@ -180,7 +181,8 @@ class SingleStateModule(RecurrentModule):
             precision=precision, implementation=implementation, num_blocks=num_blocks,
         )  # fmt: skip
 
-    if TYPE_CHECKING:  # torch.nn.Module declares that a call returns anything
+    # torch.nn.Module declares that a call returns anything, and pyright takes that type for `__call__ = forward` too
+    if TYPE_CHECKING:
 
         @overload
         def __call__(
