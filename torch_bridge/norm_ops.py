@@ -50,8 +50,102 @@ def should_launch_kernels(implementation: str | None, *tensors: Tensor | None) -
     )  # fmt: skip
 
 
-def _check(x: Tensor, **arrays: Tensor | None) -> None:
-    """Raises ValueError unless the arrays of an operator have the shapes that kernels read and are on one device."""
+class ForwardCall(NamedTuple):
+    """A call of a forward operator, whose arguments are the fields after `kind`.
+
+    Attributes:
+      kind: "rms" or "layer".
+      x: `[S, R, N]`.
+      weight: `[S, N]` or None.
+      bias: `[S, N]` or None.
+      residual: `[S, R, N]`, which is added to `x`, or None.
+      epsilon: added to the mean square, or to the variance.
+      dtype: dtype of `y`.
+      save: whether to return the statistics. `forward` decides that.
+      implementation: "triton", "torch", or None for the kernels where they can run, else PyTorch operations.
+    """
+
+    kind: Kind
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    epsilon: float
+    dtype: torch.dtype
+    save: bool = False
+    implementation: str | None = None
+
+    @property
+    def arrays(self) -> dict[str, Tensor | None]:
+        """The arrays that the kernel reads, by name."""
+        return {"x": self.x, "residual": self.residual, "weight": self.weight, "bias": self.bias}
+
+    @property
+    def outputs(self) -> op_common.Outputs:
+        """The outputs of the operator."""
+        x, residual = self.x, self.residual
+        total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        wide = op_common.accumulation_dtype(total)
+        return {
+            "y": (x.shape, self.dtype),
+            "total": ((0,) if residual is None else x.shape, total),
+            "mean": (x.shape[:2] if self.save and self.kind == "layer" else (0,), wide),
+            "rstd": (x.shape[:2] if self.save else (0,), wide),
+        }
+
+
+class BackwardCall(NamedTuple):
+    """A call of a backward operator, whose arguments are the fields after `kind`.
+
+    Attributes:
+      kind: "rms" or "layer".
+      dy: the gradient of `y`.
+      x: the input of the norm, `Normalized.total`.
+      dtotal: the gradient of `total` from elsewhere, which is added; or None.
+      weight: `[S, N]` or None.
+      mean: `Normalized.mean`.
+      rstd: `Normalized.rstd`.
+      dweight_dtype: dtype of the gradient of the weight, or None for no such gradient.
+      dbias_dtype: dtype of the gradient of the bias, or None for no such gradient.
+      implementation: see `ForwardCall`.
+    """
+
+    kind: Kind
+    dy: Tensor
+    x: Tensor
+    dtotal: Tensor | None
+    weight: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    dweight_dtype: torch.dtype | None
+    dbias_dtype: torch.dtype | None
+    implementation: str | None = None
+
+    @property
+    def arrays(self) -> dict[str, Tensor | None]:
+        """The arrays that the kernel reads, by name."""
+        arrays = {"dy": self.dy, "x": self.x, "dtotal": self.dtotal, "weight": self.weight}
+        return arrays | {"mean": self.mean, "rstd": self.rstd}
+
+    @property
+    def outputs(self) -> op_common.Outputs:
+        """The outputs of the operator."""
+        shape, sums = (self.x.shape[0], self.x.shape[2]), {"dweight": self.dweight_dtype, "dbias": self.dbias_dtype}
+        return {"dx": (self.x.shape, self.x.dtype)} | {
+            name: ((0,), torch.float32) if dtype is None else (shape, dtype) for name, dtype in sums.items()
+        }
+
+
+def _launches(call: ForwardCall | BackwardCall) -> bool:
+    """Returns whether an operator launches a kernel for a call; raises the errors of `should_launch_kernels`."""
+    in_float64 = isinstance(call, ForwardCall) and call.dtype == torch.float64
+    launches = should_launch_kernels(call.implementation, call.x, *call.arrays.values())
+    return launches and not in_float64 and call.x.numel() > 0
+
+
+def _check(call: ForwardCall | BackwardCall) -> None:
+    """Raises ValueError unless the arrays of a call have the shapes that kernels read and are on one device."""
+    x, arrays = call.x, call.arrays
     if x.ndim != 3:
         raise ValueError(f"the rows must be [S, R, N], got {tuple(x.shape)}")
     shapes: dict[str, tuple[int, ...]] = {"weight": (x.shape[0], x.shape[2]), "bias": (x.shape[0], x.shape[2])}
@@ -110,137 +204,99 @@ def normalize(
     return Normalized(y.to(dtype), total, mean, rstd)
 
 
-def _row_gradients(
-    kind: Kind, dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of `x`, and each row's contribution to the gradients of weight and bias.
+def _compute(call: ForwardCall) -> tuple[Tensor, ...]:
+    """Computes what the forward operator does."""
+    found = normalize(
+        call.x, call.weight, call.bias, call.residual, kind=call.kind, epsilon=call.epsilon, dtype=call.dtype
+    )._asdict()  # fmt: skip
+    # Outputs are contiguous like a kernel's, whatever the strides of x: compilers rely on the strides of the fake.
+    return tuple(
+        op_common.empty_output(call.x, dtype) if shape == (0,) else found[name].contiguous()
+        for name, (shape, dtype) in call.outputs.items()
+    )
 
-    Args:
-      kind: "rms" or "layer".
-      dy: the gradient of `y`.
-      x: the input of the norm, `Normalized.total`.
-      dtotal: the gradient of `total` from elsewhere, which is added; or None.
-      weight: the weight or None.
-      mean: `Normalized.mean`.
-      rstd: `Normalized.rstd`.
-    """
-    wide = rstd.dtype
-    dy, normalized, rstd = dy.to(wide), x.to(wide), rstd.unsqueeze(-1)
-    normalized = (normalized if mean is None else normalized - mean.unsqueeze(-1)) * rstd
-    scaled = dy if weight is None else dy * _over_rows(weight, dy)
+
+def _compute_gradients(call: BackwardCall) -> tuple[Tensor, ...]:
+    """Computes what the backward operator does."""
+    wide = call.rstd.dtype
+    dy, normalized, rstd = call.dy.to(wide), call.x.to(wide), call.rstd.unsqueeze(-1)
+    normalized = (normalized if call.mean is None else normalized - call.mean.unsqueeze(-1)) * rstd
+    scaled = dy if call.weight is None else dy * _over_rows(call.weight, dy)
     dx = scaled - normalized * (scaled * normalized).mean(-1, keepdim=True)
-    if kind == "layer":
+    if call.kind == "layer":
         dx = dx - scaled.mean(-1, keepdim=True)
     dx = dx * rstd
-    if dtotal is not None:
-        dx = dx + dtotal.to(wide)
-    return dx.to(x.dtype), dy * normalized, dy
-
-
-def _sum_rows(
-    x: Tensor, per_row: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of weight and bias from each row's contributions; an empty tensor where a dtype is None."""
+    if call.dtotal is not None:
+        dx = dx + call.dtotal.to(wide)
     dweight, dbias = (
-        op_common.empty_output(x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
-        for rows, dtype in zip(per_row, dtypes, strict=True)
+        op_common.empty_output(call.x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
+        for rows, dtype in ((dy * normalized, call.dweight_dtype), (dy, call.dbias_dtype))
     )
-    return dweight, dbias
+    return dx.to(call.x.dtype).contiguous(), dweight, dbias
 
 
 def _reference_gradients(
-    kind: Kind, epsilon: float, dtypes: Sequence[torch.dtype | None], dy: Tensor, x: Tensor, dtotal: Tensor | None,
-    weight: Tensor | None, *_: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    kind: Kind, epsilon: float, dtypes: Sequence[torch.dtype | None], *arrays: Any
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Computes what the backward operator does, with the statistics as a function of `x`."""
-    found = normalize(x, None, None, None, kind=kind, epsilon=epsilon, dtype=x.dtype)
-    dx, *per_row = _row_gradients(kind, dy, x, dtotal, weight, found.mean, found.rstd)
-    return dx, *_sum_rows(x, per_row, dtypes)
+    call = BackwardCall(kind, *arrays, *dtypes)
+    found = normalize(call.x, None, None, None, kind=kind, epsilon=epsilon, dtype=call.x.dtype)
+    return _compute_gradients(call._replace(mean=found.mean, rstd=found.rstd))
 
 
 # Launches.
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(
-    kind: Kind, direction: Any, models: int, rows: int, columns: int, epsilon: float,
-    dtypes: tuple[tuple[str, str], ...], ordinal: int | None,
-) -> Any:  # fmt: skip
-    """Returns the launch of a problem, compiled and loaded; `dtypes` are those of the arrays by name."""
+def _launch(fields: tuple[Any, ...], ordinal: int | None) -> Any:
+    """Returns the launch of `norms.Problem(*fields)`, compiled and loaded onto a device, or for the interpreter."""
     from torch_bridge import norms
 
-    problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
-    made = op_common.load(norms.Launch, problem, ordinal)
-    recording.log_launch(f"{kind}_norm", direction, made)
-    return made
+    problem = norms.Problem(*fields)
+    launch = op_common.load(norms.Launch, problem, ordinal)
+    recording.log_launch(f"{problem.kind}_norm", problem.direction, launch)
+    return launch
 
 
-def _tell_launch(
-    listener: recording.Listener, kind: Kind, direction: Any, epsilon: float, arrays: dict[str, Tensor | None],
-    outputs: dict[str, tuple[Any, torch.dtype]],
-) -> None:  # fmt: skip
-    """Tells a listener what `_run` would launch, if anything."""
-    from torch_bridge import norms
+def _run(call: ForwardCall | BackwardCall) -> tuple[Tensor, ...]:
+    """Launches the kernel of a call on the current stream and returns its outputs.
 
-    x: Any = arrays["x"]
-    if x.numel() == 0 or any(dtype == torch.float64 for _, dtype in outputs.values()):
-        return
-    given = {name: x.dtype for name, x in arrays.items() if x is not None}
-    given |= {name: dtype for name, (shape, dtype) in outputs.items() if shape != (0,)}
-    dtypes = tuple((name, op_common.dtype_name(dtype)) for name, dtype in given.items())
-    device = availability.device_facts(listener.profile, x.device)
-    models, rows, columns = map(int, x.shape)
-    problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
-    listener.launched(f"{kind}_norm", direction, norms.Launch(problem, device), device)
-
-
-def _run(
-    kind: Kind, direction: str, epsilon: float, arrays: dict[str, Tensor | None],
-    returned: dict[str, tuple[Any, torch.dtype]],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Launches a kernel on the current stream of the tensors' device.
-
-    Returns the outputs in the order of `returned`, which has shape and dtype of each. One with the shape `(0,)` is not
-    requested: the kernel does not write it.
+    The kernel does not write those that are not requested. With a listener, `_run` tells the launch instead, and the
+    outputs have no values.
     """
-    tensors = {name: op_common.as_kernel_input(x) for name, x in arrays.items() if x is not None}
-    x = tensors["x"]
-    results = {
-        name: torch.empty(shape, dtype=dtype, device=x.device) for name, (shape, dtype) in returned.items()
+    listener, device, outputs = recording.listener(), call.x.device, call.outputs
+    tensors = {
+        name: op_common.as_kernel_input(y) if listener is None else y
+        for name, y in call.arrays.items()
+        if y is not None
     }  # fmt: skip
-    tensors |= {name: y for name, y in results.items() if returned[name][0] != (0,)}
+    results = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outputs.items()}
+    tensors |= {name: y for name, y in results.items() if outputs[name][0] != (0,)}
+    direction, epsilon = ("fwd", call.epsilon) if isinstance(call, ForwardCall) else ("bwd", 0.0)
     dtypes = tuple((name, op_common.dtype_name(y.dtype)) for name, y in tensors.items())
-    ordinal = op_common.launch_ordinal(x.device)
-    op_common.run(_launch(kind, direction, *map(int, x.shape), epsilon, dtypes, ordinal), tensors, ordinal)
+    fields: tuple[Any, ...] = call.kind, direction, *map(int, call.x.shape), epsilon, dtypes
+    if listener is not None:
+        from torch_bridge import norms
+
+        facts = availability.device_facts(listener.profile, device)
+        listener.launched(f"{call.kind}_norm", direction, norms.Launch(norms.Problem(*fields), facts), facts)
+    else:
+        ordinal = op_common.launch_ordinal(device)
+        op_common.run(_launch(fields, ordinal), tensors, ordinal)
     return tuple(results.values())
 
 
 # Operators.
 
 
-def _forward_outputs(
-    kind: Kind, x: Tensor, residual: Tensor | None, dtype: torch.dtype, save: bool
-) -> dict[str, tuple[Any, torch.dtype]]:
-    """Returns shape and dtype of each output of the forward operator, by name; `(0,)` if it is not requested."""
-    total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    wide = op_common.accumulation_dtype(total)
-    return {
-        "y": (x.shape, dtype),
-        "total": ((0,) if residual is None else x.shape, total),
-        "mean": (x.shape[:2] if save and kind == "layer" else (0,), wide),
-        "rstd": (x.shape[:2] if save else (0,), wide),
-    }
+def _fake(call: ForwardCall | BackwardCall) -> tuple[Tensor, ...]:
+    """Returns the outputs of a call without values.
 
-
-def _backward_outputs(
-    x: Tensor, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
-) -> dict[str, tuple[Any, torch.dtype]]:
-    """Returns shape and dtype of each output of the backward operator. Sums whose dtype is None are not requested."""
-    shape = (x.shape[0], x.shape[2])
-    sums = {"dweight": dweight_dtype, "dbias": dbias_dtype}
-    return {"dx": (x.shape, x.dtype)} | {
-        name: ((0,), torch.float32) if dtype is None else (shape, dtype) for name, dtype in sums.items()
-    }
+    With a listener (`torch_bridge.explain`), it also tells what the operator would launch.
+    """
+    if recording.listener() is not None and _launches(call):
+        return _run(call)
+    return op_common.fake(call.outputs, call.x)
 
 
 def _vmap(op: Any, per_model: tuple[str, ...], asked: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -281,87 +337,52 @@ def _vmap(op: Any, per_model: tuple[str, ...], asked: tuple[str, ...] = ()) -> C
     return rule
 
 
+_FORWARD = (
+    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float epsilon, ScalarType dtype, bool save, "
+    "str? implementation=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_BACKWARD = (
+    "(Tensor dy, Tensor x, Tensor? dtotal, Tensor? weight, Tensor? mean, Tensor rstd, ScalarType? dweight_dtype, "
+    "ScalarType? dbias_dtype, str? implementation=None) -> (Tensor, Tensor, Tensor)"
+)
+
+
 def _define(kind: Kind) -> tuple[Any, Any]:
     """Registers the forward and backward operators of a kind of norm and returns them."""
     name = f"torch_bridge::{kind}_norm"
 
-    @op_common.define(name)
-    def forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
-        dtype: torch.dtype, save: bool, implementation: str | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        _check(x, weight=weight, bias=bias, residual=residual)
-        returned = _forward_outputs(kind, x, residual, dtype, save)
-        kernels = should_launch_kernels(implementation, x, weight, bias, residual)
-        if kernels and dtype != torch.float64 and x.numel() > 0:
-            arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-            return _run(kind, "fwd", epsilon, arrays, returned)  # type: ignore[return-value]
-        return compute(returned, x, weight, bias, residual, epsilon, dtype)  # type: ignore[return-value]
+    @op_common.define(name, _FORWARD)
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        call = ForwardCall(kind, *arguments)
+        _check(call)
+        return _run(call) if _launches(call) else _compute(call)
 
-    def compute(
-        returned: dict[str, tuple[Any, torch.dtype]], x: Tensor, weight: Tensor | None, bias: Tensor | None,
-        residual: Tensor | None, epsilon: float, dtype: torch.dtype,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        found = normalize(x, weight, bias, residual, kind=kind, epsilon=epsilon, dtype=dtype)._asdict()
-        # Outputs are contiguous like a kernel's, whatever the strides of x: compilers rely on the strides of the fake.
-        return tuple(
-            op_common.empty_output(x, wanted) if shape == (0,) else found[key].contiguous()
-            for key, (shape, wanted) in returned.items()
-        )
+    def forward_decomposed(*arguments: Any) -> tuple[Tensor, ...]:
+        return _compute(ForwardCall(kind, *arguments))
 
-    def forward_decomposed(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
-        dtype: torch.dtype, save: bool, *_: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        returned = _forward_outputs(kind, x, residual, dtype, save)
-        return compute(returned, x, weight, bias, residual, epsilon, dtype)
+    def forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+        return _fake(ForwardCall(kind, *arguments))
 
-    def forward_fake(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
-        dtype: torch.dtype, save: bool, implementation: str | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        returned = _forward_outputs(kind, x, residual, dtype, save)
-        listener = recording.listener()
-        if listener is not None and should_launch_kernels(implementation, x, weight, bias, residual):
-            arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-            _tell_launch(listener, kind, "fwd", epsilon, arrays, returned)
-        return op_common.fake(returned, x)
-
-    @op_common.define(f"{name}_backward")
-    def backward(
-        dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
-        dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        _check(x, dy=dy, dtotal=dtotal, weight=weight, mean=mean, rstd=rstd)
-        for name, dtype in (("dweight_dtype", dweight_dtype), ("dbias_dtype", dbias_dtype)):
+    @op_common.define(f"{name}_backward", _BACKWARD)
+    def backward(*arguments: Any) -> tuple[Tensor, ...]:
+        call = BackwardCall(kind, *arguments)
+        _check(call)
+        for name, dtype in (("dweight_dtype", call.dweight_dtype), ("dbias_dtype", call.dbias_dtype)):
             if dtype is not None and not dtype.is_floating_point:  # PyTorch accepts a bool as a dtype
                 raise ValueError(f"{name} must be a floating-point dtype, or None for no such gradient, got {dtype}")
-        returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
-        if should_launch_kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
-            arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
-            return _run(kind, "bwd", 0.0, arrays, returned)  # type: ignore[return-value]
-        dx, *per_row = _row_gradients(kind, dy, x, dtotal, weight, mean, rstd)
-        return dx.contiguous(), *_sum_rows(x, per_row, (dweight_dtype, dbias_dtype))
+        return _run(call) if _launches(call) else _compute_gradients(call)
 
-    def backward_fake(
-        dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
-        dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
-        listener = recording.listener()
-        if listener is not None and should_launch_kernels(implementation, x, dy, dtotal, weight, rstd):
-            arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
-            _tell_launch(listener, kind, "bwd", 0.0, arrays, returned)
-        return op_common.fake(returned, x)
+    def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+        return _fake(BackwardCall(kind, *arguments))
 
     forward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm").default
     backward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm_backward").default
 
-    def setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        x, weight, bias, residual, ctx.epsilon, ctx.dtype, ctx.saves, ctx.implementation = inputs
-        ctx.call = recording.current()
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        arrays, ctx.options, ctx.call = inputs[:4], inputs[4:], recording.current()
+        x, weight, _, residual = arrays
         _, total, mean, rstd = output
-        ctx.dtypes = [None if y is None else y.dtype for y in (x, weight, bias, residual)]
+        ctx.dtypes = [None if y is None else y.dtype for y in arrays]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, rstd, *([total] if residual is None else []))
         ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
@@ -369,6 +390,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         recording.resume(ctx.call)  # after the read, in which a checkpoint runs the forward pass again
+        epsilon, dtype, saves, implementation = ctx.options
         of_x, of_weight, of_bias, of_residual = ctx.dtypes
         dtotal = dtotal if of_residual is not None else None  # without a residual, `total` is an empty output
         needs = ctx.needs_input_grad
@@ -378,22 +400,21 @@ def _define(kind: Kind) -> tuple[Any, Any]:
                 return (None,) * 8
             dx = dtotal
         else:
-            if not ctx.saves:  # computes the statistics now, which do not depend on weight and bias
+            if not saves:  # computes the statistics now, which do not depend on weight and bias
                 _, _, mean, rstd = op_common.call(
-                    forward_op, x, None, None, None, ctx.epsilon, ctx.dtype, True, ctx.implementation
-                )
-            wanted = of_weight if needs[1] else None, of_bias if needs[2] else None
+                    forward_op, x, None, None, None, epsilon, dtype, True, implementation
+                )  # fmt: skip
             arrays = dy, x, dtotal, weight, mean if kind == "layer" else None, rstd
-            kernels = should_launch_kernels(ctx.implementation, x, dy, dtotal, weight, rstd)
+            dtypes = of_weight if needs[1] else None, of_bias if needs[2] else None
 
-            def compute(*arrays: Tensor | None, implementation: str | None = ctx.implementation) -> tuple[Tensor, ...]:
-                found: tuple[Tensor, ...] = op_common.call(backward_op, *arrays, *wanted, implementation)
+            def compute(*arrays: Tensor | None) -> tuple[Tensor, ...]:
+                found: tuple[Tensor, ...] = op_common.call(backward_op, *arrays, *dtypes, implementation)
                 return found
 
-            if kernels:
+            if should_launch_kernels(implementation, x, *arrays):
                 dx, dweight, dbias = compute(*arrays)
             else:
-                reference = functools.partial(_reference_gradients, kind, ctx.epsilon, wanted)
+                reference = functools.partial(_reference_gradients, kind, epsilon, dtypes)
                 dx, dweight, dbias = op_common.differentiable(compute, reference, *arrays)
             dweight, dbias = dweight if needs[1] else None, dbias if needs[2] else None
         dresidual = dx.to(of_residual) if needs[3] else None
@@ -413,26 +434,14 @@ rms_norm_op, rms_norm_backward_op = _define("rms")
 layer_norm_op, layer_norm_backward_op = _define("layer")
 
 
-def forward(
-    kind: Kind, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
-    dtype: torch.dtype, implementation: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(call: ForwardCall) -> tuple[Tensor, Tensor]:
     """Calls the operator of a kind. It saves residuals for the backward pass if a gradient may be requested.
-
-    Args:
-      kind: "rms" or "layer".
-      x: `[S, R, N]`.
-      weight: `[S, N]` or None.
-      bias: `[S, N]` or None.
-      residual: `[S, R, N]` or None.
-      epsilon: added to the mean square, or to the variance.
-      dtype: dtype of `y`.
-      implementation: "triton", "torch", or None for the kernels where they can run, else PyTorch operations.
 
     Returns:
       `(y, x + residual)`. Without a residual the second is an empty tensor.
     """
-    op = rms_norm_op if kind == "rms" else layer_norm_op
-    save = op_common.wants_gradients([y for y in (x, weight, bias, residual) if y is not None])
-    y, total, _, _ = op_common.call(op, x, weight, bias, residual, epsilon, dtype, save, implementation)
+    op = rms_norm_op if call.kind == "rms" else layer_norm_op
+    arrays = call.x, call.weight, call.bias, call.residual
+    save = op_common.wants_gradients([y for y in arrays if y is not None])
+    y, total, _, _ = op_common.call(op, *arrays, call.epsilon, call.dtype, save, call.implementation)
     return y, total

@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torch_bridge import availability, recording, tiling
 
+# Shape and dtype of each output of an operator, by name; the shape is `(0,)` if the output is not requested.
+Outputs = dict[str, tuple[Any, torch.dtype]]
+
 # Launches.
 
 
@@ -149,9 +152,9 @@ def empty_output(like: Tensor, dtype: torch.dtype) -> Tensor:
     return like.new_empty((0,), dtype=dtype)
 
 
-def fake(returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> tuple[Tensor, ...]:
-    """Returns the outputs of an operator's fake implementation, given their shapes and dtypes by name."""
-    return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in returned.values())
+def fake(outputs: Outputs, like: Tensor) -> tuple[Tensor, ...]:
+    """Returns the outputs of an operator's fake implementation."""
+    return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in outputs.values())
 
 
 # Autograd and torch.func.

@@ -298,7 +298,9 @@ def _norm(
         residual = residual.mul(1)  # x receives the same tensor as gradient; two leaves must not share .grad
     w, b = (None if y is None else y[None] for y in (weight, bias))
     sums = None if residual is None else rows(residual)
-    y, total = norm_ops.forward(kind, rows(x), w, b, sums, eps, dtype, implementation)
+    y, total = norm_ops.forward(
+        norm_ops.ForwardCall(kind, rows(x), w, b, sums, eps, dtype, implementation=implementation)
+    )  # fmt: skip
     if is_recording:
         recording.end()
     return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total.reshape(x.shape))

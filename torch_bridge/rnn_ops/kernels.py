@@ -11,12 +11,10 @@ from torch import Tensor
 
 from torch_bridge import availability, op_common, recording, rules, tiling
 from torch_bridge.calls import BackwardCall, ForwardCall
+from torch_bridge.op_common import Outputs
 
 if TYPE_CHECKING:
     from torch_bridge.recurrences import Launch
-
-# Shape and dtype of each output of an operator, by name; the shape is `(0,)` if the output is not requested.
-Outputs = dict[str, tuple[Any, torch.dtype]]
 
 REVERSE: dict[str, tiling.Reverse] = {"forward": False, "reverse": True, "bidirectional": "bidirectional"}
 

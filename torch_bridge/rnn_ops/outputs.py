@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_bridge import op_common, rules
 from torch_bridge.calls import BackwardCall, ForwardCall
 from torch_bridge.cells import CellSpec
-from torch_bridge.rnn_ops.kernels import Outputs
+from torch_bridge.op_common import Outputs
 
 
 def _residual_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torch.dtype:
