@@ -85,7 +85,7 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
         reset_states = tuple(float64.get(f"reset_{s}") for s in cell.states)
         call = ForwardCall(
             cell, float64["xp"], float64["w_hh_t"], float64.get("b_hn"), states, arrays["reset"], reset_states, norm,
-            order, problem.precision, cells=True, save=True,
+            order, problem.precision, returned=cell.states, save=True,
         )  # fmt: skip
         results = torch_loop.forward(call)
     else:

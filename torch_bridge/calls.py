@@ -46,7 +46,7 @@ class ForwardCall(NamedTuple):
       norm: the arrays of the norm, if the cell has one, else None.
       order: the direction through time.
       precision: precision of float32 products in a kernel, by Triton's name.
-      cells: whether to return every state of every step, instead of the hidden states only.
+      returned: the names of the states to return for every step, "h" first.
       save: whether to return residuals.
       implementation: "triton", "loop", or None for the kernels where they can run, else the loop.
     """
@@ -61,7 +61,7 @@ class ForwardCall(NamedTuple):
     norm: Norm | None
     order: str
     precision: str
-    cells: bool
+    returned: tuple[str, ...]
     save: bool
     implementation: str | None = None
 

@@ -166,7 +166,7 @@ def forward(x: ForwardCall, loop: Callable[..., tuple[Tensors, list[Tensor]]] = 
     cell, xp, w_hh, b_hn, norm = x.cell, x.xp, x.w_hh, x.b_hn, x.norm
     time, dtype = _TimeSteps(xp, w_hh, x.order), op_common.accumulation_dtype(w_hh.dtype)
     arithmetic, before = steps.CELLS[cell.name], tuple(time.state(h).to(dtype) for h in x.states)
-    returned, new_states = cell.states if x.cells else cell.states[:1], [f"new_{s}" for s in cell.states]
+    new_states = [f"new_{s}" for s in cell.states]
     sequences, constants = {"xp": xp.to(dtype)}, {"w": w_hh.to(dtype).mT}
     if b_hn is not None:
         # the last gate is separate: its hidden product gets b_hn, and `step` takes its input projection
@@ -208,13 +208,13 @@ def forward(x: ForwardCall, loop: Callable[..., tuple[Tensors, list[Tensor]]] = 
             normalized = gates * scale, (states[0] - mean) * scale, scale
             gates = normalized[0] + arrays["norm_bias"]
         states, activations = arithmetic.step(gates, last, states)
-        return states, (*states[: len(returned)], *((*normalized, *activations) if x.save else ()))
+        return states, (*states[: len(x.returned)], *((*normalized, *activations) if x.save else ()))
 
     after, collected = loop(step, before, sequences, constants, time)
-    results = {f"{s}s": x for s, x in zip(returned, collected, strict=False)}
+    results = {f"{s}s": each_step for s, each_step in zip(x.returned, collected, strict=False)}
     results |= {f"{s}_last": time.groups(x) for s, x in zip(cell.states, after, strict=True)}
     if x.save:
-        saved = collected[len(returned) :]
+        saved = collected[len(x.returned) :]
         if norm is None:
             local_grads, factors = arithmetic.residuals(saved)
         else:

@@ -275,8 +275,7 @@ def run(call: Call) -> list[DirectionResult]:
         recording.end()
 
     hs, states = layout.sequences(results["hs"]), call.cell.states
-    has_cells = call.cells and len(states) > 1
-    cs = layout.sequences(results[f"{states[1]}s"]) if has_cells else [None] * len(hs)
+    cs = layout.sequences(results[f"{states[1]}s"]) if len(loop.returned) > 1 else [None] * len(hs)
     last = zip(*(layout.states(results[f"{s}_last"]) for s in states), strict=True)
     found = [DirectionResult(*each) for each in zip(hs, cs, last, strict=True)]
     return [one if x.w_hr is None else project(x, one, default) for x, one in zip(call.directions, found, strict=True)]
@@ -302,7 +301,7 @@ def _prepare(call: Call, layout: Layout, default: torch.dtype) -> ForwardCall:
         norm,
         "bidirectional" if len(layer) == 2 else "reverse" if call.reverse else "forward",
         rnn_ops.kernel_precision(call.precision, width),
-        call.cells,
+        call.cell.states if call.cells else call.cell.states[:1],
         False,
         call.implementation,
     )

@@ -42,7 +42,7 @@ def forward_tensors(x: ForwardCall) -> list[Tensor | None]:
 def forward_options(x: ForwardCall, save: bool) -> tuple[Any, ...]:
     """Returns the options of a call in the order of its operator's arguments; `save` takes the place of its own."""
     width = () if x.norm is None else (x.norm.width,)
-    cells = (x.cells,) if len(x.cell.states) > 1 else ()
+    cells = (len(x.returned) > 1,) if len(x.cell.states) > 1 else ()
     return x.order, x.precision, *width, *cells, save, x.implementation
 
 
@@ -56,9 +56,10 @@ def forward_call(cell: CellSpec, arguments: Sequence[Any]) -> ForwardCall:
     reset_states = tuple(itertools.islice(each, count))
     order, precision = next(each), next(each)
     norm = Norm(next(each), **of_norm) if cell.norm else None
-    cells, save = next(each) if count > 1 else False, next(each)
+    returned = cell.states if count > 1 and next(each) else cell.states[:1]
+    save = next(each)
     return ForwardCall(
-        cell, xp, w_hh, b_hn, states, resets, reset_states, norm, order, precision, cells, save, next(each, None)
+        cell, xp, w_hh, b_hn, states, resets, reset_states, norm, order, precision, returned, save, next(each, None)
     )
 
 

@@ -86,11 +86,11 @@ def _state_dtype(x: Tensor, w_hh: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype == w_hh.dtype == torch.bfloat16 else torch.float32
 
 
-def _in_order(results: Mapping[str, Tensor], returned: Outputs, like: Tensor) -> tuple[Tensor, ...]:
+def _in_order(results: Mapping[str, Tensor], outputs: Outputs, like: Tensor) -> tuple[Tensor, ...]:
     """Returns the results of a kernel in the order and dtypes of an operator's outputs."""
     return tuple(
         results[name].to(dtype) if name in results else op_common.empty_output(like, dtype)
-        for name, (_, dtype) in returned.items()
+        for name, (_, dtype) in outputs.items()
     )
 
 
@@ -98,10 +98,10 @@ def _readable_resets(resets: Tensor | None) -> Tensor | None:
     return resets if resets is None or op_common.dtype_name(resets.dtype) in rules.RESET_DTYPES else resets != 0
 
 
-def forward(x: ForwardCall, returned: Outputs) -> tuple[Tensor, ...]:
+def forward(x: ForwardCall, outputs: Outputs) -> tuple[Tensor, ...]:
     """Launches the forward kernel, whose arguments `torch_bridge.kernels.loops.streamed` explains.
 
-    Returns the outputs that `returned` describes.
+    Returns the outputs that `outputs` describes.
     """
     states = x.cell.states
     dtypes = {s: _state_dtype(state, x.w_hh) for s, state in zip(states, x.states, strict=True)}
@@ -115,18 +115,18 @@ def forward(x: ForwardCall, returned: Outputs) -> tuple[Tensor, ...]:
     for s, new in zip(states, x.reset_states, strict=True):
         if new is not None and x.resets is not None:
             arrays[f"reset_{s}"], kind = new.to(dtypes[s]), "stepped" if new.ndim == 4 else "fixed"
-    outputs = {name: output for name, output in returned.items() if output[0] != (0,)}
+    written = {name: output for name, output in outputs.items() if output[0] != (0,)}
     for s in states:
-        outputs[f"{s}_last"] = outputs[f"{s}_last"][0], torch.float32
-        if f"{s}s" in outputs:
-            outputs[f"{s}s"] = outputs[f"{s}s"][0], dtypes[s]
-    return _in_order(_run(x, arrays, outputs, kind), returned, x.xp)
+        written[f"{s}_last"] = written[f"{s}_last"][0], torch.float32
+        if f"{s}s" in written:
+            written[f"{s}s"] = written[f"{s}s"][0], dtypes[s]
+    return _in_order(_run(x, arrays, written, kind), outputs, x.xp)
 
 
-def backward(x: BackwardCall, returned: Outputs) -> tuple[Tensor, ...]:
+def backward(x: BackwardCall, outputs: Outputs) -> tuple[Tensor, ...]:
     """Launches the backward kernel, whose arguments `torch_bridge.kernels.loops.streamed` explains.
 
-    Returns the outputs that `returned` describes.
+    Returns the outputs that `outputs` describes.
     """
     _, *sequence, hidden = sizes_of(x)
     groups, _, batch = sequence
@@ -142,5 +142,5 @@ def backward(x: BackwardCall, returned: Outputs) -> tuple[Tensor, ...]:
             arrays["dhs"] = zeros(*sequence, hidden)
     for s, d in zip(x.cell.states, x.dlast, strict=True):
         arrays[f"d{s}_last"] = zeros(groups, batch, hidden) if d is None else d.float()
-    outputs = {name: output for name, output in returned.items() if output[0] != (0,)}
-    return _in_order(_run(x, arrays, outputs), returned, x.w_hh)
+    written = {name: output for name, output in outputs.items() if output[0] != (0,)}
+    return _in_order(_run(x, arrays, written), outputs, x.w_hh)

@@ -70,21 +70,21 @@ def _first_order_gradients(
     x, gradient = _split_gradient_arguments(cell, wanted, options, every)
     results = op_common.call(OPERATORS[cell.name].backward, *backward_arguments(gradient))
     found = dict(zip(backward_names(cell), results, strict=True))
-    returned = {"xp": found["dxp"]}
+    grads = {"xp": found["dxp"]}
     if "w_hh" in wanted:
-        returned["w_hh"] = weight_gradient(x, gradient.hs, found)
+        grads["w_hh"] = weight_gradient(x, gradient.hs, found)
     if "b_hn" in wanted:
-        returned["b_hn"] = found["dhn"].reshape(x.w_hh.shape[0], -1, x.w_hh.shape[-1]).sum(1)
+        grads["b_hn"] = found["dhn"].reshape(x.w_hh.shape[0], -1, x.w_hh.shape[-1]).sum(1)
     if x.norm is not None:
-        returned |= norm_gradients(wanted, x, gradient.hs, gradient.residuals["scale"], found)
+        grads |= norm_gradients(wanted, x, gradient.hs, gradient.residuals["scale"], found)
     for s, state, reset_state in zip(cell.states, x.states, x.reset_states, strict=True):
-        returned[f"{s}0"] = found[f"d{s}0"].to(state.dtype)
+        grads[f"{s}0"] = found[f"d{s}0"].to(state.dtype)
         if reset_state is not None and f"reset_{s}" in wanted:
             dreset = found[f"dreset_{s}"]
-            returned[f"reset_{s}"] = (
+            grads[f"reset_{s}"] = (
                 reset_state_gradient(dreset, reset_state) if gradient.reset_gradients else torch.zeros_like(reset_state)
             )
-    return tuple(returned[name] for name in wanted)
+    return tuple(grads[name] for name in wanted)
 
 
 def _reference_gradients(
@@ -130,10 +130,10 @@ def _define(cell: CellSpec) -> Operators:
         x = forward_call(cell, arguments)
         launch = should_launch_kernels(x.implementation, x.w_hh)
         check_forward(x)
-        returned = forward_outputs(x, launch)
+        outputs = forward_outputs(x, launch)
         if launch and x.xp.numel() > 0:
-            return kernels.forward(x, returned)
-        return as_outputs(torch_loop.forward(x), returned, x.xp)
+            return kernels.forward(x, outputs)
+        return as_outputs(torch_loop.forward(x), outputs, x.xp)
 
     def forward_decomposed(*arguments: Any) -> tuple[Tensor, ...]:
         x = forward_call(cell, arguments)
@@ -141,38 +141,38 @@ def _define(cell: CellSpec) -> Operators:
             x = x._replace(save=False)  # the backward operator has no decomposition
         steps = x.xp.shape[1]
         is_single = isinstance(steps, int) and steps == 1  # a symbolic number of steps may become any
-        returned = forward_outputs(x, should_launch_kernels(x.implementation, x.w_hh))
+        outputs = forward_outputs(x, should_launch_kernels(x.implementation, x.w_hh))
         over_steps = torch_loop.unrolled if is_single else torch_loop.scanned
-        return as_outputs(torch_loop.forward(x, over_steps), returned, x.xp)
+        return as_outputs(torch_loop.forward(x, over_steps), outputs, x.xp)
 
     def forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = forward_call(cell, arguments)
         op_common.check_devices("w_hh", x.w_hh, dict(zip(names, arguments[:tensors], strict=False)))
         launch = should_launch_kernels(x.implementation, x.w_hh)
-        returned = forward_outputs(x, launch)
+        outputs = forward_outputs(x, launch)
         # with a listener (`torch_bridge.explain`), `kernels.forward` records the launch and runs nothing
         if launch and recording.listener() is not None and x.xp.numel() > 0:
-            return kernels.forward(x, returned)
-        return op_common.fake(returned, x.xp)
+            return kernels.forward(x, outputs)
+        return op_common.fake(outputs, x.xp)
 
     @op_common.define(f"{name}_backward", schema(backward_types(cell), len(dresults)))
     def backward(*arguments: Any) -> tuple[Tensor, ...]:
         x = backward_call(cell, arguments)
         launch = should_launch_kernels(x.implementation, x.w_hh)
         check_backward(x)
-        returned = backward_outputs(x)
+        outputs = backward_outputs(x)
         if launch and x.sequence.numel() > 0:
-            return kernels.backward(x, returned)
-        return as_outputs(torch_loop.backward(x), returned, x.sequence)
+            return kernels.backward(x, outputs)
+        return as_outputs(torch_loop.backward(x), outputs, x.sequence)
 
     def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = backward_call(cell, arguments)
-        returned = backward_outputs(x)
+        outputs = backward_outputs(x)
         # as in `forward_fake`
         launch = recording.listener() is not None and x.sequence.numel() > 0
         if launch and should_launch_kernels(x.implementation, x.w_hh):
-            return kernels.backward(x, returned)
-        return op_common.fake(returned, x.sequence)
+            return kernels.backward(x, outputs)
+        return op_common.fake(outputs, x.sequence)
 
     forward_op = getattr(torch.ops.torch_bridge, cell.name).default
     backward_op = getattr(torch.ops.torch_bridge, f"{cell.name}_backward").default
@@ -196,26 +196,26 @@ def _define(cell: CellSpec) -> Operators:
         arrays, (hs, *residuals), options = saved[:tensors], saved[tensors:], ctx.options
         x = forward_call(cell, (*arrays, *options))
         given = dict(zip(results, grads, strict=True))
-        dsequences = [given[f"{s}s"] if s == "h" or x.cells else None for s in cell.states]
+        dsequences = [given[f"{s}s"] if s in x.returned else None for s in cell.states]
         dlast = [given[f"{s}_last"] for s in cell.states]
         needed = [name for name, need in zip(names, ctx.needs_input_grad, strict=False) if need]
         wanted = [name for name in needed if name != "resets"]  # floating-point ones may require a gradient: it is zero
         if not wanted or all(d is None for d in (*dsequences, *dlast)):
             return (None,) * len(names)
         if not x.save:
-            again = forward_options(x._replace(cells=False), save=True)
+            again = forward_options(x._replace(returned=cell.states[:1]), save=True)
             found = op_common.call(forward_op, *arrays, *again)
             found = dict(zip(results, found, strict=True))
             hs, residuals = found["hs"], [found[name] for name in cell.saved]
         compute = functools.partial(_first_order_gradients, cell, wanted, options)
         every = *arrays, *dsequences, *dlast, hs, *residuals
         if should_launch_kernels(x.implementation, x.w_hh):
-            returned = compute(*every)
+            dinputs = compute(*every)
         else:
-            returned = op_common.differentiable(
+            dinputs = op_common.differentiable(
                 compute, functools.partial(_reference_gradients, cell, wanted, options), *every
             )  # fmt: skip
-        by_name = dict(zip(wanted, returned, strict=True))
+        by_name = dict(zip(wanted, dinputs, strict=True))
         return tuple(by_name.get(name) for name in names)
 
     op_common.register(

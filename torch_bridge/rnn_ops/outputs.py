@@ -28,8 +28,7 @@ def forward_outputs(x: ForwardCall, kernels: bool) -> Outputs:
     hidden = x.states[0].shape[-1]
     outputs: Outputs = {}
     for s, state in zip(cell.states, x.states, strict=True):
-        asked = s == "h" or x.cells
-        outputs[f"{s}s"] = ((groups, steps, batch, hidden) if asked else (0,), state.dtype)
+        outputs[f"{s}s"] = ((groups, steps, batch, hidden) if s in x.returned else (0,), state.dtype)
     for s, state in zip(cell.states, x.states, strict=True):
         outputs[f"{s}_last"] = ((groups, batch, hidden), state.dtype)
     for name, width in cell.residuals:
@@ -66,7 +65,7 @@ def backward_outputs(x: BackwardCall) -> Outputs:
     return outputs | {f"dreset_{s}": dreset for s in cell.states}
 
 
-def as_outputs(results: Mapping[str, Tensor], returned: Outputs, like: Tensor) -> tuple[Tensor, ...]:
+def as_outputs(results: Mapping[str, Tensor], outputs: Outputs, like: Tensor) -> tuple[Tensor, ...]:
     """Returns the results of a loop in the order and dtypes of an operator's outputs."""
 
     def given(name: str, shape: Any, dtype: torch.dtype) -> Tensor:
@@ -75,4 +74,4 @@ def as_outputs(results: Mapping[str, Tensor], returned: Outputs, like: Tensor) -
         x = results[name].to(dtype).contiguous()  # the fake outputs are contiguous
         return x.clone() if x._is_view() else x  # autograd forbids in-place changes to a view made in here
 
-    return tuple(given(name, *output) for name, output in returned.items())
+    return tuple(given(name, *output) for name, output in outputs.items())
