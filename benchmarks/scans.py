@@ -15,7 +15,7 @@ import jaxrnn
 from benchmarks import oracle
 from benchmarks.providers import ScannedRNN, to_flax
 from jaxrnn import _bridge
-from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput
+from jaxrnn._bridge.launch_kind import LaunchKind, Output
 from jaxrnn._bridge.primitive import bind
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def dispatch_on_two_devices() -> dict[str, Program]:
 def bare_launch(steps: int, fixed: Arrays, h: jax.Array) -> jax.Array:
     """Launches our forward kernel of a GRU without the work that XLA does around it; `h` is `[B, H]`."""
     f32, H = jnp.dtype(jnp.float32), h.shape[-1]
-    outputs = [_bridge.Output("hs", True, H, f32), _bridge.Output("h_last", False, H, f32)]
+    outputs = [_bridge.Output("hs", f32, H), _bridge.Output("h_last", f32, H, stepped=False)]
     arrays: dict[str, jax.Array | None] = {**fixed, "xp": fixed["xp"][:, :steps], "h0": h[None]}
     results = _bridge.launch(
         "gru", "fwd", arrays, outputs, reset_state="zeros", reverse=False, precision="tf32"
@@ -214,7 +214,7 @@ class ScaleKind(LaunchKind):
 
 def our_call(h: jax.Array) -> jax.Array:
     """Launches the kernel of `ScaleKind` like every launch of ours, on a GPU or in Triton's interpreter."""
-    return bind(ScaleKind(outputs=(NamedOutput("y", h.dtype),)), {"x": h})["y"]
+    return bind(ScaleKind(outputs=(Output("y", h.dtype),)), {"x": h})["y"]
 
 
 # The bodies of the loops on one device, by the name of the row. A body takes the fixed arrays and the carry `[B, H]`,

@@ -83,17 +83,17 @@ def _forward(
     static: NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None, save_residuals: bool
 ) -> dict[str, Array]:
     """Computes `_norm` and returns its outputs by name, with `save_residuals` also the statistics by `_statistics`."""
-    outputs = [_bridge.NamedOutput("y", static.dtype)]
+    outputs = [_bridge.Output("y", static.dtype)]
     if residual is not None:
-        outputs.append(_bridge.NamedOutput("total", x.dtype))
+        outputs.append(_bridge.Output("total", x.dtype))
     if save_residuals:
-        outputs += [_bridge.NamedOutput(name, jnp.dtype(jnp.float32)) for name in _statistics(static)]
+        outputs += [_bridge.Output(name, jnp.dtype(jnp.float32)) for name in _statistics(static)]
     arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     return {"total": x} | _launch(static, "fwd", arrays, outputs)
 
 
 def _launch(
-    static: NormSpec, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.NamedOutput]
+    static: NormSpec, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.Output]
 ) -> dict[str, Array]:
     """Launches a kernel; under `vmap` over sharded axes each device launches it for its shard."""
 
@@ -121,10 +121,8 @@ def _norm_fwd(
 def _norm_bwd(static: NormSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     total, statistics, weight, bias, has_residual = residuals
     dy, dtotal = cotangents
-    outputs = [_bridge.NamedOutput("dx", total.dtype)]
-    outputs += [
-        _bridge.NamedOutput(name, w.dtype) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None
-    ]
+    outputs = [_bridge.Output("dx", total.dtype)]
+    outputs += [_bridge.Output(name, w.dtype) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None]
     arrays = {"dy": dy, "x": total, "dtotal": dtotal if has_residual else None, "weight": weight} | statistics
     results = _launch(static, "bwd", arrays, outputs)
     dx = results["dx"]

@@ -25,13 +25,13 @@ from jaxrnn._bridge.availability import (
     unsupported_norm,
     unusable,
 )
-from jaxrnn._bridge.launch_kind import NamedOutput
+from jaxrnn._bridge.launch_kind import Output
 from jaxrnn._bridge.launch_record import find_launches
 from jaxrnn._bridge.method import LaunchMethod, launch_method
 from jaxrnn._bridge.native import register as register_native_launch
 from jaxrnn._bridge.norm import launch_norm
 from jaxrnn._bridge.projection import launch_projection, may_launch_projection
-from jaxrnn._bridge.recurrence import Output, launch, may_have_float32_residuals
+from jaxrnn._bridge.recurrence import launch, may_have_float32_residuals
 from jaxrnn._bridge.reverse_mode import reverse_mode_only
 from jaxrnn._bridge.weight_grads import (
     is_features_first_profitable,
@@ -41,7 +41,6 @@ from jaxrnn._bridge.weight_grads import (
 
 __all__ = [
     "LaunchMethod",
-    "NamedOutput",
     "Output",
     "chosen_device",
     "find_launches",

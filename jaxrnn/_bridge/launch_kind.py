@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn._bridge.partitioning import PartitionedCallback
-    from jaxrnn._bridge.recurrence import Output
 
 # Arrays of row-wise launches: those that all rows share, and those that have one element per row.
 ROW_WEIGHTS, ROW_STATISTICS = ("weight", "bias", "w_ih_t"), ("mean", "rstd")
@@ -27,12 +26,19 @@ SUMMED_OUTPUTS = ("dweight", "dbias", "sums")
 SHARDABLE = ("models", "groups", "batch")
 
 
-class NamedOutput(NamedTuple):
-    """An array that a launch writes, whose shape follows from its name and from the kind of the launch."""
+class Output(NamedTuple):
+    """An array that a launch writes.
+
+    That of a time loop is `[G, T, B, width]`, or `[G, B, width]` if not `stepped`. The shapes of all others follow from
+    their names. If `over` is given, the array is written into the buffer of the input of that name, which has the same
+    shape and dtype. XLA copies that input first if it is needed later.
+    """
 
     name: str
     dtype: Any
-    over: None = None  # always None; `recurrence.Output` has this field too
+    width: int = 0
+    stepped: bool = True
+    over: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -49,7 +55,7 @@ class LaunchKind:
 
     name: ClassVar[str]
 
-    outputs: tuple[Output | NamedOutput, ...]
+    outputs: tuple[Output, ...]
     may_use_xla: bool = False
 
     def __repr__(self) -> str:  # as jaxprs print it

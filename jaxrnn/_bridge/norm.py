@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxrnn._bridge.launch_kind import (
-    ROW_STATISTICS,
-    ROW_WEIGHTS,
-    SUMMED_OUTPUTS,
-    NamedOutput,
-    RowLaunchKind,
-)
+from jaxrnn._bridge.launch_kind import ROW_STATISTICS, ROW_WEIGHTS, SUMMED_OUTPUTS, Output, RowLaunchKind
 from jaxrnn._bridge.primitive import bind
 from jaxrnn.numerics import rounded_sum
 
@@ -25,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def launch_norm(
-    norm: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[NamedOutput], *, epsilon: float,
+    norm: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[Output], *, epsilon: float,
     may_use_xla: bool = False,
 ) -> dict[str, Array]:  # fmt: skip
     """Launches the kernel of a norm, `norm` "rms" or "layer", as `launch` does. `torch_bridge.norms` names its arrays.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxrnn._bridge import availability
-from jaxrnn._bridge.launch_kind import NamedOutput, RowLaunchKind
+from jaxrnn._bridge.launch_kind import Output, RowLaunchKind
 from jaxrnn._bridge.primitive import bind
 from jaxrnn._bridge.recurrence import map_weights, round_to_tf32
 from jaxrnn.numerics import cast_clamped
@@ -36,7 +36,7 @@ def launch_projection(
     """
     arrays: dict[str, Array | None] = {"x": x[None], "w_ih_t": w_ih.T[None], "bias": bias[None]}
     kind = ProjectionKind(
-        outputs=(NamedOutput("xp", jnp.dtype(dtype)),), may_use_xla=may_use_xla, precision=precision,
+        outputs=(Output("xp", jnp.dtype(dtype)),), may_use_xla=may_use_xla, precision=precision,
         or_product=or_product,
     )  # fmt: skip
     return bind(kind, arrays)["xp"][0]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrnn import cells
 from jaxrnn._bridge import availability, scan_launch
-from jaxrnn._bridge.launch_kind import LaunchKind, axes_of_sequences
+from jaxrnn._bridge.launch_kind import LaunchKind, Output, axes_of_sequences
 from jaxrnn._bridge.primitive import bind, bind_batched
 
 if TYPE_CHECKING:
@@ -23,20 +23,6 @@ if TYPE_CHECKING:
     from torch_bridge.tiling import Problem, Reverse, Sizes
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn", "bias", "w_sum")
-
-
-class Output(NamedTuple):
-    """An array that a launch writes: `[G, T, B, width]`, or `[G, B, width]` if not `stepped`.
-
-    If `over` is given, the array is written into the buffer of the input of that name, which has the same shape and
-    dtype. XLA copies that input first if it is needed later.
-    """
-
-    name: str
-    stepped: bool
-    width: int
-    dtype: Any
-    over: str | None = None
 
 
 def launch(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxrnn._bridge import availability
-from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput, axes_of_sequences
+from jaxrnn._bridge.launch_kind import LaunchKind, Output, axes_of_sequences
 from jaxrnn._bridge.primitive import bind
 from jaxrnn.numerics import is_reset
 
@@ -32,7 +32,7 @@ def launch_weight_grads(
     if reset_h is not None:  # per-step reset states have the shape of the states
         reset_state = "stepped" if reset_h.ndim == arrays["hs"].ndim else "fixed"  # type: ignore[union-attr]
     kind = WeightGradsKind(
-        outputs=(NamedOutput("sums", jnp.dtype(jnp.float32)),), may_use_xla=may_use_xla, reverse=reverse,
+        outputs=(Output("sums", jnp.dtype(jnp.float32)),), may_use_xla=may_use_xla, reverse=reverse,
         reset_state=reset_state,
     )  # fmt: skip
     sums = bind(kind, arrays)["sums"]

@@ -74,10 +74,10 @@ def recomputed_residuals(
     for s, x in zip(cell.states, chunk.reset_states or (), strict=False):
         arrays[f"reset_{s}"] = cut(x) if spec.reset_state == "stepped" else jnp.repeat(x, count, axis=0)
     if cell.norm:
-        outputs = [*outputs, _bridge.Output("scale", True, 1, f32)]
+        outputs = [*outputs, _bridge.Output("scale", f32, 1)]
     # the kernel also writes the hidden states and the last states, which are not used: the caller has them
-    known = [_bridge.Output("hs", True, hidden, f32)]
-    known += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
+    known = [_bridge.Output("hs", f32, hidden)]
+    known += [_bridge.Output(f"{s}_last", f32, hidden, stepped=False) for s in cell.states]
     results = launch_pass(spec, "fwd", chunk, arrays, [*known, *outputs])
     return {x.name: results[x.name].reshape(groups, steps, *results[x.name].shape[2:]) for x in outputs}
 

@@ -76,15 +76,15 @@ def _forward(
     """
     cell, f32 = spec.cell, jnp.dtype(jnp.float32)
     outputs = [
-        _bridge.Output(f"{s}s", True, spec.hidden, x.dtype)
+        _bridge.Output(f"{s}s", x.dtype, spec.hidden)
         for s, x in zip(cell.states, call.states, strict=True)
         if s == "h" or s in spec.returned or (save_residuals and spec.remat)
     ]
-    outputs += [_bridge.Output(f"{s}_last", False, spec.hidden, f32) for s in cell.states]
+    outputs += [_bridge.Output(f"{s}_last", f32, spec.hidden, stepped=False) for s in cell.states]
     if save_residuals and not spec.remat:
         outputs += residual_outputs(spec, call.xs, has_residuals_in_place(spec, math.prod(call.xs.shape[:-1])))
         if cell.norm:
-            outputs.append(_bridge.Output("scale", True, 1, f32))
+            outputs.append(_bridge.Output("scale", f32, 1))
     states, steps = call.states, call.xs.shape[1]
     size = _chunk_size(spec, call) if save_residuals else steps
     if size < steps:
@@ -189,13 +189,13 @@ def _launch_backward(
     arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
     # where the residuals overwrite `xp`, the gradients of the gates overwrite the residuals
     overwritten = next((output.name for output in residual_outputs if output.over), None)
-    outputs = [_bridge.Output("dxp", True, cell.gates * hidden, spec.operand_dtype, overwritten)]
-    outputs += [_bridge.Output(name, True, hidden, spec.operand_dtype) for name in cell.hidden_grads]
+    outputs = [_bridge.Output("dxp", spec.operand_dtype, cell.gates * hidden, over=overwritten)]
+    outputs += [_bridge.Output(name, spec.operand_dtype, hidden) for name in cell.hidden_grads]
     if cell.norm:
-        outputs.append(_bridge.Output("dnorm", True, 1, f32))
-    outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
+        outputs.append(_bridge.Output("dnorm", f32, 1))
+    outputs += [_bridge.Output(f"d{s}0", f32, hidden, stepped=False) for s in cell.states]
     if chunk.reset_states:
-        outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
+        outputs += [_bridge.Output(f"dreset_{s}", f32, hidden) for s in cell.states]
     return launch_pass(spec, "bwd", chunk, arrays, outputs)
 
 

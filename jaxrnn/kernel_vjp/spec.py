@@ -90,8 +90,8 @@ def residual_outputs(spec: KernelSpec, xs: Array, in_place: bool) -> list[_bridg
     """Returns the outputs of the forward launch that hold the residuals of every step of `xs`."""
     if in_place and spec.cell.packed_residuals:
         name, width = spec.cell.packed_residuals
-        return [_bridge.Output(name, True, width * spec.hidden, jnp.dtype(jnp.float32), "xp")]
+        return [_bridge.Output(name, jnp.dtype(jnp.float32), width * spec.hidden, over="xp")]
     return [
-        _bridge.Output(name, True, width * spec.hidden, _residual_dtype(name, spec, xs.shape[0] * xs.shape[2]))
+        _bridge.Output(name, _residual_dtype(name, spec, xs.shape[0] * xs.shape[2]), width * spec.hidden)
         for name, width in spec.cell.residuals
     ]

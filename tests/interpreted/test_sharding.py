@@ -735,7 +735,7 @@ def test_auto_mesh_runs_both_directions():
     mesh = make_mesh(AxisType.Auto, ("data", "directions"))
     draw = lambda *shape: jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)  # noqa: E731
     arrays = {"w_hh_t": draw(2, 3 * H, H), "b_hn": draw(2, H), "xp": draw(2, T, B, 3 * H), "h0": draw(2, B, H)}
-    outputs = [_bridge.Output("hs", True, H, jnp.float32), _bridge.Output("h_last", False, H, jnp.float32)]
+    outputs = [_bridge.Output("hs", jnp.float32, H), _bridge.Output("h_last", jnp.float32, H, stepped=False)]
     launch = jax.jit(
         lambda arrays: _bridge.launch(
             "gru", "fwd", arrays, outputs, reset_state="zeros", reverse="bidirectional", precision="tf32x3"
