@@ -38,7 +38,7 @@ OF_FLOATS = {
     "ex2.approx.ftz": "np.exp2({0})", "rcp.approx.ftz": "np.float32(1) / {0}", "sqrt.approx.ftz": "np.sqrt({0})",
     "selp": "np.where({2}, {0}, {1})",
 }  # fmt: skip
-OF_PREDICATES = {"and": "{0} & {1}", "mov": "{0}"}
+OF_PREDICATES = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "mov": "{0}"}
 OF_32_BITS = {
     "bfe.u32": "extract_bits({0}, {1}, {2})", "bfe.s32": "extract_bits({0}, {1}, {2})",
     "shf.l.wrap.b32": "funnel_shift_left({0}, {1}, {2})", "prmt.b32": "permute_bytes({0}, {1}, {2})",
@@ -227,7 +227,7 @@ class Translator:
         data, address = one.operands if opcode == "ld" else reversed(one.operands)
         names = split_operands(data[1:-1]) if data[0] == "{" else [data]
         flags -= {f"v{len(names)}"}
-        if flags not in ACCESSES or not is_integer(kind) or kind[0] != "b":
+        if flags not in ACCESSES or not is_integer(kind) or kind[0] not in "bs":
             raise PTXError("unknown access")
         place = f"program.{'shared' if 'shared' in flags else 'memory'}, MASK, {self._address(one, address)}"
         if opcode == "st":
@@ -257,9 +257,9 @@ class Translator:
         if opcode == "shfl" and one.parts[1] == "sync" and one.parts[2] in ("bfly", "idx") and ops[4] == "-1":
             sources = ", ".join(self._source(one, x, "b32") for x in ops[1:4])
             return [], self._result(one, ops[0], "b32", f"shuffle(MASK, '{one.parts[2]}', {sources})")
-        if name == "redux.sync.max.s32":
+        if name in ("redux.sync.max.s32", "redux.sync.min.s32"):
             sources = f"{self._source(one, ops[1], 's32')}, {self._source(one, ops[2], 'u32')}"
-            return [], self._result(one, ops[0], "s32", f"maximum_of_warp(MASK, {sources})")
+            return [], self._result(one, ops[0], "s32", f"reduce_warp(MASK, np.{one.parts[2]}imum, {sources})")
         if name == "vote.sync.any.pred" and ops[2] in ("-1", "0xffffffff"):
             value = f"any_of_warp(MASK, {self._source(one, ops[1], 'pred')})"
             return [], self._result(one, ops[0], "pred", value)
@@ -311,8 +311,8 @@ class Translator:
             value = f"({value}).view('u{SIZES[kind]}')"
         width = self.kernel.widths[register]
         if width != SIZES[kind]:
-            if kind[0] == "s":
-                raise PTXError("a register that is wider than its signed value")
+            if kind[0] == "s":  # extends the sign
+                value = f"({value}).view('i{SIZES[kind]}').astype('i{width}')"
             value = f"({value}).astype('u{width}')"
         return [(register, value)]
 

@@ -50,8 +50,8 @@ def shuffle(mask: Mask, mode: str, values: NDArray, lane_or_bits: NDArray, clamp
     return values[thread - lane + np.where(source <= highest, source, lane)]
 
 
-def maximum_of_warp(mask: Mask, values: NDArray, members: NDArray) -> NDArray:
-    """Returns for each thread the largest value of its warp: `redux.sync.max` with all lanes as members.
+def reduce_warp(mask: Mask, function: np.ufunc, values: NDArray, members: NDArray) -> NDArray:
+    """Returns for each thread the values of its warp reduced by a function: `redux.sync` with all lanes as members.
 
     Raises:
       PTXError: a part of a warp takes part, or is a member.
@@ -59,7 +59,7 @@ def maximum_of_warp(mask: Mask, values: NDArray, members: NDArray) -> NDArray:
     check_whole_warps(mask)
     if (members[slice(None) if mask is None else mask] != 0xFFFFFFFF).any():
         raise PTXError("only a part of the warp is a member")
-    return np.repeat(values.reshape(-1, 32).max(1), 32)
+    return np.repeat(function.reduce(values.reshape(-1, 32), 1), 32)
 
 
 def any_of_warp(mask: Mask, values: NDArray) -> NDArray:
