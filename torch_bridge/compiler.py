@@ -23,8 +23,8 @@ POINTER_TYPES = {
     "uint8": "*u8", "uint16": "*u16", "uint32": "*u32", "uint64": "*u64",
 }  # fmt: skip
 SCALARS = {
-    "T": "i32", "B": "i64", "Q": "i64", "tiles": "i32", "items": "i32", "t_begin": "i32", "t_end": "i32",
-    "R": "i64", "programs": "i32", "epsilon": "fp32", "rows": "i32", "shard_rows": "i32",
+    "T": "i32", "B": "i64", "Q": "i64", "pieces": "i32", "tiles": "i32", "items": "i32", "t_begin": "i32",
+    "t_end": "i32", "R": "i64", "programs": "i32", "epsilon": "fp32", "rows": "i32", "shard_rows": "i32",
 }  # fmt: skip
 
 # Held while the interpreter runs, because it patches triton.language for the whole process.

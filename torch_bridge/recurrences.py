@@ -31,16 +31,17 @@ class Launch(launch.Launch):
             "SHARED_GATES": self.config.shared_gates, "RESET_STATE": tiling.RESET_STATES.index(problem.reset_state),
             "REVERSE": problem.reverse, "PRECISION": problem.precision, "GATES_PHASE": True, "PRODUCT_PHASE": True,
         }  # fmt: skip
+        pieces = self.config.pieces
         cell, functions = CELLS[problem.cell], kernels.CELLS[problem.cell]
         constants |= {
             "STEP": functions.step, "RESIDUALS": functions.residuals, "GRAD_STEP": functions.grad_step,
             "GATES": cell.gates, "SEPARATE": cell.last_gate_separate, "FACTORS": len(cell.residuals) - 1,
             "PACKED": problem.has_packed_residuals, "NORM_WIDTH": problem.norm_width,
-        }  # fmt: skip
+        } | ({} if pieces > 1 else {"pieces": None})  # fmt: skip
         scalars = {
             "T": problem.steps, "B": problem.batch, "Q": problem.sequences, "tiles": tiles,
             "items": problem.models * tiles, "t_begin": 0, "t_end": problem.steps,
-        }  # fmt: skip
+        } | ({"pieces": pieces} if pieces > 1 else {})  # fmt: skip
         self.add(
             kernels.loop_kernel(self.config.loop, problem.direction), workers * self.config.splits,
             self.config.num_warps, dtypes, constants, scalars, num_stages=self.config.num_stages,

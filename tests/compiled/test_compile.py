@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import cubins
@@ -91,8 +91,9 @@ def shipped(
 
     With `full`, there are more hidden sizes, and Gluon tilings in which one program has all units come with both the
     narrowest and the widest state. Without `full`, there are only the tiles with the most sequences and the widest
-    states, and one tiling of each loop and number of units of a program. Of "split", "rows" and "streamed" on Hopper,
-    there are also those with other warps, stages or blocks, unless residuals differ only in their place.
+    states, and one tiling of each loop and number of units of a program, for whole sequences and for pieces. Of
+    "split", "rows" and "streamed" on Hopper, there are also those with other warps, stages or blocks, unless residuals
+    differ only in their place.
     """
     picked: dict[Any, dict[int, list[tuple[Problem, KernelConfig]]]] = {}
     widths = sorted(HIDDEN + (FURTHER_HIDDEN if full else ()))
@@ -124,7 +125,18 @@ def shipped(
         if c.loop in ("split", "rows", "streamed") and device.has_wgmma and not in_place:
             key = numbers_of(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.is_unaligned, p.reset_state
         tallest[key] = max(tallest.get(key, (p, c)), (p, c), key=lambda way: (way[1].block_b, way[0].hidden))
-    return list(tallest.values())
+    return [*tallest.values(), *in_pieces(found, device)]
+
+
+def in_pieces(found: list[tuple[Problem, KernelConfig]], device: Device) -> Iterator[tuple[Problem, KernelConfig]]:
+    """Yields, for each loop and block, the tiling for sequences in pieces whose kernel takes the most registers."""
+    long = ((dataclasses.replace(p, steps=1024), c) for p, c in found)
+    cut: dict[Any, list[tuple[Problem, KernelConfig]]] = {}
+    for p, c in long:
+        if (config := c.in_pieces(p, device)).pieces > 1:
+            cut.setdefault((c.loop, c.block_h), []).append((p, config))
+    for ways in cut.values():
+        yield max(ways, key=lambda way: (way[0].reset_state == "stepped", way[0].is_unaligned, way[0].hidden))
 
 
 def numbers_of(config: KernelConfig, **same: int) -> tuple[Any, ...]:

@@ -135,17 +135,23 @@ def problem_of(case: Case, cell: str, direction: Direction) -> Problem:
 
 
 def tiling_of(case: Case, problem: Problem) -> KernelConfig:
-    """Returns the first tiling of the case's loop for a problem with many steps: for few, some loops have none."""
+    """Returns the first tiling of the case's loop for a problem with many steps: for few, some loops have none.
+
+    It has whole sequences.
+    """
     found = tiling.candidates(dataclasses.replace(problem, steps=100), DEVICE)
-    return next(
+    config = next(
         c for c in found if c.loop == case.loop and (c.splits > 1) == case.shared and case.block_b in (0, c.block_b)
     )
+    return dataclasses.replace(config, pieces=1) if config.pieces > 1 else config
 
 
-def launch_of(case: Case, cell: str, direction: Direction) -> Launch:
+def launch_of(case: Case, cell: str, direction: Direction, pieces: int = 1) -> Launch:
     """Returns the launch of a case, on a device with room for `case.workers`."""
     problem = problem_of(case, cell, direction)
     config = tiling_of(case, problem)
+    if pieces > 1:
+        config = dataclasses.replace(config, pieces=pieces)
     room = {"multiprocessors": config.splits * case.workers} if case.workers else {}
     return Launch(problem, dataclasses.replace(DEVICE, **room), config)
 
@@ -207,6 +213,88 @@ def test_loops_match_float64_without_races(case, cell, direction):
         want["local_grads"] = (arrays["hs"] > 0).double()
     errors = {name: oracle.error(arrays[name].double(), x) for name, x in want.items()}
     assert errors and all(e <= TOLERANCE[case.kind] for e in errors.values()), errors
+
+
+# Each with the number of pieces into which a sequence may be cut: more or fewer than there are steps or columns.
+IN_PIECES = [
+    (Case("resident", "tf32", 64, 3, 24, block_b=2, reset_state="stepped"), 5),
+    (Case("resident", "bf16", 37, 5, 17, block_b=8, reset_state="fixed", reverse=True, groups=2), 3),
+    (Case("resident", "tf32", 40, 2, 9, block_b=1, reverse="bidirectional"), 12),
+    (Case("fma", "tf32", 20, 2, 21, reset_state="stepped", groups=2), 4),
+    (Case("fma", "tf32x3", 64, 2, 17, reset_state="fixed", reverse="bidirectional"), 3),
+    (Case("fma", "tf32", 100, 2, 9, reverse=True, cells=("simple_relu",)), 2),
+    (Case("split_registers", "tf32", 140, 3, 17, shared=True, reset_state="stepped"), 5),
+    (Case("split_registers", "bf16", 260, 1, 13, shared=True, reset_state="fixed", reverse=True), 20),
+    (Case("split_registers", "bf16", 192, 2, 12, shared=True, reverse="bidirectional", workers=1), 9),
+]
+
+
+def resets_at(pattern, shape, pieces):
+    """Returns resets `[G, T, B]`: at random steps, at all, at none, or at and beside the bounds of chunks of time."""
+    resets = torch.zeros(shape, dtype=torch.bool)
+    if pattern == "random":
+        resets = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.15
+    elif pattern == "bounds":
+        chunk = -(-shape[1] // pieces)
+        for b in range(shape[2]):  # one step before, at, or one step after the bounds
+            resets[:, max(chunk - 1 + b % 3, 0) :: 2 * chunk, b] = True
+    elif pattern == "all":
+        resets |= True
+    return resets
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    ("cell", "case", "pieces"),
+    [
+        pytest.param(cell, case, pieces, id=f"{cell}-{case}-{pieces}")
+        for k, (case, pieces) in enumerate(IN_PIECES)
+        for names in [[name for name in CELLS if case.loop in CELLS[name].loops]]
+        for cell in case.cells or dict.fromkeys((names[k % len(names)], ("gru", "lstm")[k % 2]))
+        if cell in names
+    ],
+)
+def test_pieces_of_a_sequence_have_the_bits_of_the_whole(cell, case, pieces, direction):
+    compare_with_whole(
+        case, cell, direction, pieces,
+        lambda shape: [resets_at(pattern, shape, pieces) for pattern in ("random", "bounds", "all", "none")],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_reset_is_found_however_far_it_is(reverse):
+    """A program looks at 512 steps at a time."""
+    case = Case("fma", "tf32", 8, 1, 1300, reverse=reverse)
+
+    def resets(shape):
+        far = torch.zeros((2, *shape), dtype=torch.bool)
+        for step in (
+            100,
+            1200,
+        ):  # in the run's order: in the first of three chunks, and 767 steps after the second begins
+            far[0, :, -1 - step if reverse else step] = True
+        return far
+
+    compare_with_whole(case, "gru", "fwd", 3, resets)
+
+
+def compare_with_whole(case, cell, direction, pieces, resets):
+    """Asserts that pieces have the bits of whole sequences, with each of `resets(shape)`, and write all outputs."""
+    launch = launch_of(case, cell, direction)
+    compiled = [(each, emulated.kernels_of(each)) for each in (launch, launch_of(case, cell, direction, pieces))]
+    outputs = emulated.outputs_of(launch.problem)
+    given = arrays_of(launch.problem)
+    given |= {name: torch.full_like(given[name], float("nan")) for name in outputs}  # nothing is left unwritten
+    given["h0" if direction == "fwd" else "dh_last"][:, 0] = 1e4  # has an effect as far as the first reset
+    for reset in resets(given["reset"].shape):
+        results = []
+        for each, kernels in compiled:
+            arrays = {name: x.clone() for name, x in given.items()} | {"reset": reset}
+            emulated.run(each, arrays, kernels)
+            results.append({name: arrays[name] for name in outputs})
+        whole, cut = results
+        assert all(x.isfinite().all() for x in whole.values())
+        assert [name for name in outputs if not torch.equal(whole[name], cut[name])] == []
 
 
 @pytest.mark.parametrize(

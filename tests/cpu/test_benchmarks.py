@@ -37,12 +37,14 @@ def test_command_line_knows_every_suite():
 
 def test_labels_tell_the_cases_of_a_suite_apart():
     """Results have the labels alone. `find` looks for a case in all suites of recurrences."""
-    for case in (*cases.HEADLINE, *cases.SMALL, *cases.SWEEP, *cases.VMAP, *cases.TORCH, cases.TORCH_STEP):
+    of_sizes = *cases.HEADLINE, *cases.SMALL, *cases.SWEEP, *cases.EPISODES
+    for case in (*of_sizes, *cases.VMAP, *cases.TORCH, cases.TORCH_STEP):
         assert cases.find(str(case)) == case
     for table in (cases.NORMS, cases.CHOICE):
         assert len({str(case) for case in table}) == len(table)
     assert str(cases.NormCase("rms", "bwd", "bf16", 8192, 4096)) == "RMSNorm bwd bf16 8192x4096"
     assert str(Case("gru", 5, 4, 12, reset_rate=0.3, reset_state="BH")) == "GRU 5,4,12 resets 30 % from [B,H]"
+    assert str(Case("gru", 5, 4, 12, episode=3)) == "GRU 5,4,12 episodes of 3"
     with pytest.raises(ValueError, match="no case 'GRU 1,2,3'"):
         cases.find("GRU 1,2,3")
 

@@ -117,7 +117,8 @@ def test_tiling_covers_all_units_and_fits_the_device(problem, device):
         width = {"rows": 128, "split_registers": 64}.get(config.loop, config.block_h)
         covered = config.block_h * config.splits
         assert covered % width == 0 and covered >= hidden > covered - width
-        assert config.block_b * config.tiles(p) >= batch > config.block_b * (config.tiles(p) - 1)
+        columns = batch * config.pieces
+        assert config.block_b * config.tiles(p) >= columns > config.block_b * (config.tiles(p) - 1)
         assert 1 <= config.workers(p, device) <= models * config.tiles(p)
         assert config.shared_memory(p) <= device.shared_memory
         if config.splits > 1:  # the programs wait for one another, so all must run at once
@@ -283,6 +284,33 @@ def _residual_dtypes(cell, direction, hidden, batch, kind="tf32", device=Device(
 
 
 @pytest.mark.interpret
+def test_pieces_fill_the_gpu_that_sequences_leave_free():
+    from benchmarks.problems import make_problem
+    from torch_bridge.tiling import heuristic
+
+    def chosen(hidden, batch, steps=1024, models=1, cell="gru", direction="fwd", resets=True, device="h200"):
+        p = make_problem(cell, direction, "tf32", hidden, batch, steps=steps)
+        dtypes = tuple(named for named in p.dtypes if resets or named[0] != "reset")
+        p = dataclasses.replace(p, models=models, groups=models, dtypes=dtypes)
+        config = heuristic(p, PROFILES[device])
+        if config.pieces > 1:
+            assert models * config.tiles(p) * config.splits <= PROFILES[device].multiprocessors
+        return config.pieces
+
+    for direction in ("fwd", "bwd"):
+        assert chosen(256, 8, direction=direction) == chosen(256, 8, cell="lstm", direction=direction) == 33
+        assert chosen(512, 1, direction=direction) == 64
+        assert chosen(20, 12, direction=direction) == 11
+    assert (chosen(128, 16), chosen(128, 66), chosen(128, 67), chosen(128, 2048)) == (8, 2, 1, 1)
+    assert chosen(128, 16, steps=1023) == chosen(256, 8, steps=255) == 1  # finding pieces would take more than 1 %
+    assert chosen(256, 8, steps=256) == 32  # at least eight steps for each
+    assert (chosen(128, 8, models=8), chosen(128, 8, models=16)) == (2, 1)
+    assert chosen(1024, 8) == 1  # of two pieces, each would slow the other down
+    assert (chosen(256, 8, device="a100"), chosen(128, 64, device="a100")) == (27, 1)
+    assert chosen(128, 16, resets=False) == chosen(256, 8, resets=False) == 1
+
+
+@pytest.mark.interpret
 @every_profile
 def test_a_relu_of_up_to_128_units_runs_a_program_a_sequence(device):
     """Up to two sequences per SM where TF32 is allowed, one if there is a single step, and never if wider."""
@@ -400,15 +428,26 @@ def test_key_of_a_kernel_does_not_depend_on_steps_and_batch(problem, hidden, sho
     from torch_bridge.recurrences import Launch
 
     def compiled_for(**changes):
-        (kernel,) = Launch(dataclasses.replace(problem, **({"hidden": hidden} | changes)), Device()).kernels
-        return kernel.key
+        launch = Launch(dataclasses.replace(problem, **({"hidden": hidden} | changes)), Device())
+        (kernel,) = launch.kernels
+        return launch.config.pieces > 1, kernel.key
 
-    first = compiled_for(steps=shortest + 2, batch=2)
-    for more, batch, groups in ((0, 2, 1), (3, 2, 1), (2, 1, 1), (15, 7, 1), (1000, 8, 1), (2, 1, 5), (2, 2, 4)):
-        other = compiled_for(steps=shortest + more, batch=batch, groups=groups)
-        assert (other, hash(other)) == (first, hash(first))
+    keys = {}  # sequences that may run in pieces have another kernel
+    for more, batch, groups in (
+        (2, 2, 1),
+        (0, 2, 1),
+        (3, 2, 1),
+        (2, 1, 1),
+        (15, 7, 1),
+        (1000, 8, 1),
+        (2, 1, 5),
+        (2, 2, 4),
+    ):
+        in_pieces, key = compiled_for(steps=shortest + more, batch=batch, groups=groups)
+        first = keys.setdefault(in_pieces, key)
+        assert (key, hash(key)) == (first, hash(first))
     for changes in ({"reverse": True}, {"dtypes": problem.dtypes[:-1]}):
-        assert compiled_for(**changes) != first
+        assert compiled_for(**changes)[1] not in keys.values()
     common = tuple((name, x) for name, x in problem.dtypes if name not in ("cs", "dcs") and "reset_" not in name)
     small, large = (compiled_for(hidden=512, batch=batch, reset_state="zeros", dtypes=common) for batch in (2, 100_000))
     assert small != large

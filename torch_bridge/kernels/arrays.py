@@ -63,13 +63,25 @@ class Backward(NamedTuple):
     barrier_ptr: Any = None  # [workers] int32 zeros, or None
 
 
-class Tile(NamedTuple):
-    """The place of a tile's sequences and units in the arrays."""
+class Sizes(NamedTuple):
+    """The sizes of a launch's arrays, and into how many pieces of time it cuts them."""
 
     T: Any  # number of steps
+    B: Any  # number of sequences of a group
+    Q: Any  # number of sequences of a model
+    pieces: Any  # number of pieces of a sequence that may run side by side, or None if it is one
+
+
+class Tile(NamedTuple):
+    """The place of a tile's sequences, or of pieces of sequences, and of its units in the arrays."""
+
+    T: Any  # number of steps of a sequence
     seq: Any  # sequences, counted over all groups; a scalar if the tile is one sequence
-    row: Any  # rows of time index 0 of the sequences (`common.time_order`)
+    row: Any  # rows of time index 0 of the sequences (`common.time_order`), moved by `begin` steps
     stride: Any  # number of rows from one time index to the next
     unit: Any  # hidden units
     mask: Any  # which elements of a tile of states exist
-    mask_q: Any  # which sequences exist
+    mask_q: Any  # which sequences, or pieces, exist
+    steps: Any  # number of steps of each: T, or those of the piece, at least 1
+    longest: Any  # number of steps that the program runs: T, or those of its longest piece, 0 if it has none
+    begin: Any  # first step of each piece, or 0 if a sequence is one piece

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torch_bridge.kernels.arrays import Tile
 from torch_bridge.kernels.common import (
+    BIDIRECTIONAL,
     RESET_FIXED,
     RESET_ZEROS,
     first_row,
@@ -119,34 +120,169 @@ def states_without_empty_columns(states, BLOCK_B: gl.constexpr):
 
 @gluon.jit
 def locate_tile(
-    model, nth, T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+    model, nth, sizes, reset_ptr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Locates the tile of this number of a model."""
+    """Locates the tile of this number of a model, for a program that has all units."""
     COLS: gl.constexpr = columns(BLOCK_B)
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     sequence, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
-    q = nth * BLOCK_B + sequence
-    mask_q = taken & (q < Q)
-    mask = (unit < H)[:, None] & mask_q[None, :]
-    seq = model * Q + q
-    row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
-    return Tile(T, seq, row, stride, unit, mask, mask_q)
+    return locate_columns(model, nth * BLOCK_B + sequence, taken, sizes, reset_ptr, unit, H, REVERSE)
 
 
 @gluon.jit
-def forward_rows(row, i, T, stride, REVERSE: gl.constexpr):
-    """Returns the rows of sequences at step min(i, T - 1) of the forward pass.
+def locate_columns(model, q, taken, sizes, reset_ptr, unit, H: gl.constexpr, REVERSE: gl.constexpr):
+    """Locates the tile whose columns are the sequences `q` of a model or, with pieces, the pieces of these numbers.
 
-    `row` contains the rows of time index 0, and `stride` is the number of rows from one time index to the next.
+    Piece s of sequence q has the number `s * Q + q`. `taken` tells which columns have a sequence, or is None for all.
     """
-    return row + step_time(gl.minimum(i, T - 1), T, REVERSE) * stride
+    T, B, Q, pieces = sizes
+    if pieces is None:
+        mask_q = q < Q
+        if taken is not None:
+            mask_q = taken & mask_q
+        mask = (unit < H)[:, None] & mask_q[None, :]
+        seq = model * Q + q
+        row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
+        return Tile(T, seq, row, stride, unit, mask, mask_q, T, T, 0)
+    else:
+        seq = model * Q + q % Q
+        row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
+        offset = gl.arange(0, unit.shape[0], unit.type.layout)[:, None]
+        begin, end = find_piece(reset_ptr, row, stride, (q // Q).to(gl.int32), pieces, T, offset, REVERSE)
+        mask_q = begin < end
+        if taken is not None:
+            mask_q = taken & mask_q
+        longest = gl.max(gl.where(mask_q, end - begin, 0), axis=0)
+        mask = (unit < H)[:, None] & mask_q[None, :]
+        row = row_of_piece(row, begin, stride, REVERSE)
+        return Tile(T, seq, row, stride, unit, mask, mask_q, gl.maximum(end - begin, 1), longest, begin)
 
 
 @gluon.jit
-def backward_rows(row, i, T, stride, REVERSE: gl.constexpr):
-    """Returns the rows of sequences at step min(i, T - 1) of the backward pass; see `forward_rows`."""
-    return row + step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+def row_of_piece(row, begin, stride, REVERSE: gl.constexpr):
+    """Returns `Tile.row` of a piece that begins with step `begin`, given that of its sequence."""
+    if REVERSE == BIDIRECTIONAL or not REVERSE:
+        return row + begin * stride
+    else:
+        return row - begin * stride
+
+
+# Steps that a program looks at in a turn of the search, which waits for memory once. With few, the search would take a
+# few percent of a loop without resets, whose steps are as short as 0.3 us.
+_STEPS_OF_TURN = gl.constexpr(512)
+
+
+@gluon.jit
+def _first_reset(reset_ptr, row, stride, start, stop, T, offset, REVERSE: gl.constexpr):
+    """Returns the first step at which an episode starts, of those from `start` on and before `stop`; otherwise `stop`.
+
+    `start`, `stop` and `row` are `[columns]` and `offset`, which numbers steps, is `[steps, 1]`; or they are scalars,
+    and `offset` is `[steps]`.
+    """
+    STEPS: gl.constexpr = offset.shape[0]
+    LOOKS: gl.constexpr = _STEPS_OF_TURN // STEPS
+    found = stop
+    looking = start < stop
+    looked = 0
+    more = 1
+    while more > 0:
+        for look in gl.static_range(LOOKS):
+            if len(offset.shape) == 2:
+                step = (start + looked)[None, :] + offset
+                live = looking[None, :] & (step < stop[None, :])
+                at = row[None, :] + step_time(step, T, REVERSE) * stride
+            else:
+                step = start + looked + offset
+                live = looking & (step < stop)
+                at = row + step_time(step, T, REVERSE) * stride
+            seen = gl.where(load_reset(reset_ptr, at, live), step, T)
+            if look == 0:
+                first = seen
+            else:
+                first = gl.minimum(first, seen)
+            looked += STEPS
+        found = gl.minimum(found, gl.min(first, axis=0))
+        looking = looking & (found == stop) & (start + looked < stop)
+        more = looking.to(gl.int32)
+        if len(offset.shape) == 2:
+            more = gl.max(more, axis=0)
+    return found
+
+
+@gluon.jit
+def find_piece(reset_ptr, row, stride, piece, pieces, T, offset, REVERSE: gl.constexpr):
+    """Returns the step with which a piece of a sequence begins, and the one before which it ends.
+
+    Time is cut into `pieces` chunks. A piece begins with the first step of its chunk at which an episode starts, the
+    first one with step 0, and ends where the next one begins. Of a chunk without such a step there is no piece: begin
+    and end are 0. A step is thus run by one piece, after all that it depends on. The other arguments are those of
+    `_first_reset`.
+    """
+    size = (T + pieces - 1) // pieces
+    start = gl.minimum(piece * size, T)
+    stop = gl.minimum(start + size, T)
+    begin = _first_reset(reset_ptr, row, stride, gl.where(piece == 0, stop, start), stop, T, offset, REVERSE)
+    begin = gl.where(piece == 0, 0, begin)
+    exists = begin < stop
+    end = _first_reset(reset_ptr, row, stride, gl.where(exists, stop, T), stop * 0 + T, T, offset, REVERSE)
+    return gl.where(exists, begin, 0), gl.where(exists, end, 0)
+
+
+@gluon.jit
+def _of_columns(mask, condition):
+    """Returns which of the states in `mask` belong to columns for which a condition holds."""
+    if len(mask.shape) == 2:
+        condition = condition[None, :]
+    return mask & condition
+
+
+@gluon.jit
+def runs(mask, tile, i, PIECES: gl.constexpr):
+    """Returns which of the states in `mask` have a step i; for the others, a program runs steps past the last."""
+    if PIECES:
+        return _of_columns(mask, i < tile.steps)
+    else:
+        return mask & (i < tile.T)
+
+
+@gluon.jit
+def is_last_step(tile, i, PIECES: gl.constexpr):
+    """Returns the states for which step i is the last step of the sequence."""
+    if PIECES:
+        return _of_columns(tile.mask, (i == tile.steps - 1) & (tile.begin + tile.steps == tile.T))
+    else:
+        return tile.mask & (i == tile.T - 1)
+
+
+@gluon.jit
+def is_first_step(tile, i, PIECES: gl.constexpr):
+    """Returns the states for which step i of the backward pass is the first step of the sequence."""
+    if PIECES:
+        return _of_columns(tile.mask, (i == tile.steps - 1) & (tile.begin == 0))
+    else:
+        return tile.mask & (i == tile.T - 1)
+
+
+@gluon.jit
+def has_last_step(tile, PIECES: gl.constexpr):
+    """Returns the states of the sequences, or pieces, that end with the last step of the sequence."""
+    if PIECES:
+        return _of_columns(tile.mask, tile.begin + tile.steps == tile.T)
+    else:
+        return tile.mask
+
+
+@gluon.jit
+def forward_rows(tile, i, REVERSE: gl.constexpr):
+    """Returns the rows of sequences at step min(i, steps - 1) of the forward pass."""
+    return tile.row + step_time(gl.minimum(i, tile.steps - 1), tile.T, REVERSE) * tile.stride
+
+
+@gluon.jit
+def backward_rows(tile, i, REVERSE: gl.constexpr):
+    """Returns the rows of sequences at step min(i, steps - 1) of the backward pass."""
+    return tile.row + step_time(tile.steps - 1 - gl.minimum(i, tile.steps - 1), tile.T, REVERSE) * tile.stride
 
 
 @gluon.jit

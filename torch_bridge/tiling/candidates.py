@@ -64,7 +64,7 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "
             f'can share (at most {max_hidden(device)}); pass implementation="xla"'
         )
-    return configs
+    return [config.in_pieces(problem, device) for config in configs]
 
 
 def _by_cost(ways: Sequence[tuple[float, KernelConfig]]) -> list[KernelConfig]:

@@ -6,7 +6,8 @@ a number that is the same for all of them, or follows from a field, is an attrib
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
 
 from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.devices import Device
@@ -20,6 +21,9 @@ Loop = Literal["streamed", "resident", "fma", "split", "split_registers", "rows"
 # `zeroed` must contain zeros when the launch starts.
 Workspace = tuple[str, int, str, bool]
 
+# Fewest steps of the chunks of time that pieces begin in: a program loads its weights before the first step.
+MIN_STEPS_OF_CHUNK = 8
+
 
 class Tiling:
     """A tiling of any family.
@@ -32,24 +36,44 @@ class Tiling:
       prepares_weights: whether the kernels round the weights that they load; the others take rounded ones.
       in_float32: whether the kernels multiply in full float32 where TF32 is allowed, too.
       shared_gates: number of gates whose weights are in shared memory instead of registers.
+      fewest_steps: steps from which on sequences may be cut into pieces.
+      pieces: number of pieces of a sequence that may run side by side, if resets cut it.
     """
 
     loop: ClassVar[Loop]
     prepares_weights: ClassVar[bool] = True
     in_float32: ClassVar[bool] = False
     shared_gates = 0
+    fewest_steps: ClassVar[int] = 0
+    pieces = 1
 
     block_b: int
     splits: int
 
     def _asdict(self) -> dict[str, int]:
         """Returns all numbers by name, also those that are no fields; explanations list them like a named tuple's."""
-        names = ("block_h", "block_b", "block_k", "splits", "num_warps", "num_stages", "shared_gates")
+        names = ("block_h", "block_b", "block_k", "splits", "num_warps", "num_stages", "shared_gates", "pieces")
         return {name: getattr(self, name) for name in names}
+
+    def fewest_pieces(self, problem: Problem, device: Device) -> int:
+        """Returns the fewest pieces of a sequence that are worth running side by side; 0 if the kernels cannot."""
+        return 0
+
+    def in_pieces(self, problem: Problem, device: Device) -> Self:
+        """Returns the tiling with as many pieces of each sequence as can run at once, beside all other sequences.
+
+        Episodes decide how many there are. A program whose piece does not exist ends at once.
+        """
+        fewest = self.fewest_pieces(problem, device)
+        if not fewest or problem.steps < self.fewest_steps or "reset" not in dict(problem.dtypes):
+            return self
+        room = device.multiprocessors // self.splits // problem.models * self.block_b
+        pieces = min(room // problem.sequences, problem.steps // MIN_STEPS_OF_CHUNK)
+        return replace(self, pieces=pieces) if pieces >= fewest else self  # type: ignore[type-var]
 
     def tiles(self, problem: Problem) -> int:
         """Returns the number of batch tiles per model."""
-        return cdiv(problem.sequences, self.block_b)
+        return cdiv(problem.sequences * self.pieces, self.block_b)
 
     def workers(self, problem: Problem, device: Device) -> int:
         """Returns the number of workers: groups of `splits` programs that process their tiles one after the other."""
@@ -70,6 +94,10 @@ class Tiling:
 
 class OneProgram(Tiling):
     """A tiling whose programs keep the weights of all units on chip."""
+
+    # On an H200, passes of 16 and of 64 sequences of 128 steps without a reset take 9 and 7 us longer with the kernels
+    # that find pieces, of 170 and 197 us. Of 1024 steps, that is less than 1 %.
+    fewest_steps = 1024
 
     block_h: int
     splits = 1

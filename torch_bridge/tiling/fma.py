@@ -36,6 +36,7 @@ class Fma(OneProgram):
 
     block_h: int
     shared_gates: int = 0
+    pieces: int = 1
 
     loop = "fma"
     in_float32 = True
@@ -45,6 +46,10 @@ class Fma(OneProgram):
     def num_warps(self) -> int:
         """The more, the more weights there are to hold in registers."""
         return {64: 4, 128: 8}.get(self.block_h, 1)
+
+    def fewest_pieces(self, problem: Problem, device: Device) -> int:
+        """Returns two, and none for the LSTM of more than 64 units, which has no register left."""
+        return 0 if self.shared_gates else 2
 
     def shared_memory(self, problem: Problem) -> int:
         """Returns the bytes of the operands of two steps, the weights of `shared_gates` and the sums of a norm."""

@@ -24,6 +24,7 @@ class Resident(OneProgram):
 
     block_h: int
     block_b: int
+    pieces: int = 1
 
     loop = "resident"
 
@@ -31,6 +32,10 @@ class Resident(OneProgram):
     def num_warps(self) -> int:
         """One for each row of 16 units of a product."""
         return self.block_h // 16
+
+    def fewest_pieces(self, problem: Problem, device: Device) -> int:
+        """Returns two, and none for an LSTM of an unaligned width: with 127 units, 8 bytes spill on Blackwell."""
+        return 0 if problem.tilings == "lstm" and problem.is_unaligned else 2
 
     def shared_memory(self, problem: Problem) -> int:
         """Returns an upper bound, in bytes.

@@ -27,12 +27,16 @@ from torch_bridge.kernels.gluon_common import (
     barrier,
     fixed_reset_states,
     forward_rows,
+    has_last_step,
+    is_first_step,
+    is_last_step,
     load_inputs,
     load_statistics,
     normalized_state,
     product_order,
     reset_gradients,
     reset_states,
+    runs,
     scale_of_norm,
     step_gradients,
     store_states,
@@ -78,6 +82,7 @@ class _ForwardConfig(NamedTuple):
     PRECISION: Any
     DTYPE: Any  # of the weights
     DEPTH: Any  # number of steps that inputs are prefetched ahead
+    PIECES: Any  # whether sequences are cut into pieces
 
 
 class _BackwardConfig(NamedTuple):
@@ -93,6 +98,7 @@ class _BackwardConfig(NamedTuple):
     REVERSE: Any
     DTYPE: Any  # of the weights
     DEPTH: Any  # number of steps that residuals are prefetched ahead
+    PIECES: Any  # whether sequences are cut into pieces
 
 
 @gluon.jit
@@ -100,7 +106,7 @@ def _load_step(i, a, tile, config: gl.constexpr):
     """Loads what step min(i, T - 1) reads: input projections by gate, resets, and what a norm needs of the inputs."""
     H: gl.constexpr = config.H
     GATES: gl.constexpr = config.GATES
-    row = forward_rows(tile.row, i, tile.T, tile.stride, config.REVERSE)
+    row = forward_rows(tile, i, config.REVERSE)
     x = load_inputs(a.xp_ptr + row * (GATES * H) + tile.unit, tile.mask, H, GATES)
     return x, load_reset(a.reset_ptr, row), load_statistics(a.x_norm_ptr, a.x_mean_ptr, row, row >= 0)
 
@@ -119,7 +125,6 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
     NORM_WIDTH: gl.constexpr = config.NORM_WIDTH
     H: gl.constexpr = config.H
     DTYPE: gl.constexpr = config.DTYPE
-    row, stride, T = tile.row, tile.stride, tile.T
     unit, mask = tile.unit, tile.mask
     ACCURACY: gl.constexpr = "precise" if DTYPE == gl.float32 else "plain"
     x, reset, statistics = inputs
@@ -127,7 +132,7 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
         x = subtract_mean(x, statistics[1], weights.w_sum)
     before = states
     if a.reset_ptr is not None:
-        stepped_at = forward_rows(row, i, T, stride, config.REVERSE) * H + unit
+        stepped_at = forward_rows(tile, i, config.REVERSE) * H + unit
         before = reset_states(states, reset, fixed, a.reset_h_ptr, a.reset_c_ptr, stepped_at, mask, config.RESET_STATE)
     store_operand(buffers[0], before[0], DTYPE)
     barrier()
@@ -153,8 +158,8 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
     x_last = x[GATES - 1].to(gl.float32)
     inputs = _load_step(i + config.DEPTH, a, tile, config)
     states, activations = config.STEP(gates, x_last, before, ACCURACY)
-    live = mask & (i < T)  # nothing is stored for a step past the last
-    at = forward_rows(row, i, T, stride, config.REVERSE) * H + unit
+    live = runs(tile.mask, tile, i, config.PIECES)  # nothing is stored for a step past the last
+    at = forward_rows(tile, i, config.REVERSE) * H + unit
     store_states(a.hs_ptr, a.cs_ptr, at, states, live)
     if a.local_grads_ptr is not None:
         local_grads, factors = config.RESIDUALS(activations, before)
@@ -162,22 +167,22 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
             local_grads = with_norm_grad(local_grads, normalized)
             norm_state = normalized_state(before[0], sums, statistics, scale, H, NORM_WIDTH)
             gl.store(a.norm_state_ptr + at, norm_state.to(a.norm_state_ptr.dtype.element_ty), mask=live)
-            gl.store(a.scale_ptr + forward_rows(row, i, T, stride, config.REVERSE), scale, mask=i < T)
+            gl.store(a.scale_ptr + forward_rows(tile, i, config.REVERSE), scale, mask=i < tile.steps)
         store_local_grads(a.local_grads_ptr, at, live, local_grads, DTYPE, config.PRECISION, NORM_WIDTH == 0)
         if a.dc_dh_ptr is not None:
             gl.store(a.dc_dh_ptr + at, factors[0].to(a.dc_dh_ptr.dtype.element_ty), mask=live)
         if a.carry_gate_ptr is not None:
             gl.store(a.carry_gate_ptr + at, factors[-1], mask=live)
-    store_states(a.h_last_ptr, a.c_last_ptr, tile.seq * H + unit, states, mask & (i == T - 1))
+    store_states(a.h_last_ptr, a.c_last_ptr, tile.seq * H + unit, states, is_last_step(tile, i, config.PIECES))
     return states, inputs
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q"], repr=names.of_loop("fma", "fwd"))
+@gluon.jit(do_not_specialize=["T", "B", "Q", "pieces"], repr=names.of_loop("fma", "fwd"))
 def forward_kernel(
     w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
     reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
     scale_ptr,
-    T, B, Q,
+    T, B, Q, pieces,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
     SHARED_GATES: gl.constexpr,
@@ -189,14 +194,15 @@ def forward_kernel(
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     config: gl.constexpr = _ForwardConfig(
-        STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, RESET_STATE, H, REVERSE, PRECISION, DTYPE, DEPTH
+        STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, RESET_STATE, H, REVERSE, PRECISION, DTYPE, DEPTH,
+        pieces is not None,
     )  # fmt: skip
     a = arrays.Forward(
         w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
         reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
         norm_state_ptr, scale_ptr,
     )  # fmt: skip
-    model, tile = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    model, tile = locate(arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, REVERSE)
     unit, mask = tile.unit, tile.mask
     inputs = no_loads()
     for k in gl.static_range(DEPTH):
@@ -214,7 +220,7 @@ def forward_kernel(
         states += (gl.load(c0_ptr + tile.seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, tile.seq * H + unit, mask, RESET_STATE)
     buffers = allocate_operands(1, BLOCK_H)
-    for i in range(0, T, DEPTH):
+    for i in range(0, tile.longest, DEPTH):
         for k in gl.static_range(DEPTH):
             states, next_inputs = _forward_step(
                 i + k, states, inputs[0], buffers[k % 2], weights, fixed, a, tile, config
@@ -226,7 +232,7 @@ def forward_kernel(
 def _load_saved(i, a, tile, config: gl.constexpr):
     """Loads what step min(i, T - 1) of the backward pass reads."""
     mask = tile.mask
-    row = backward_rows(tile.row, i, tile.T, tile.stride, config.REVERSE)
+    row = backward_rows(tile, i, config.REVERSE)
     at = row * config.H + tile.unit
     factors = ()
     if a.dc_dh_ptr is not None:
@@ -250,7 +256,7 @@ def _backward_step(i, dstates, saved, buffers, w, a, tile, config: gl.constexpr)
     NORM_WIDTH: gl.constexpr = config.NORM_WIDTH
     H: gl.constexpr = config.H
     DTYPE: gl.constexpr = config.DTYPE
-    T, unit, mask = tile.T, tile.unit, tile.mask
+    unit = tile.unit
     packed, stored_factors, dys, reset, of_norm = saved
     local_grads = unpack_local_grads(packed, config.COUNT)
     factors = ()
@@ -272,8 +278,8 @@ def _backward_step(i, dstates, saved, buffers, w, a, tile, config: gl.constexpr)
         w_gate = to_registers(w[gate])
         parts += partial_row_sums(w_gate * load_operand(buffers[gate], w_gate))
     saved = _load_saved(i + config.DEPTH, a, tile, config)
-    live = mask & (i < T)  # nothing is stored for a step past the last
-    row = backward_rows(tile.row, i, T, tile.stride, config.REVERSE)
+    live = runs(tile.mask, tile, i, config.PIECES)  # nothing is stored for a step past the last
+    row = backward_rows(tile, i, config.REVERSE)
     at = row * H + unit
     dxp = a.dxp_ptr + row * (GATES * H) + unit
     for gate in gl.static_range(GATES):
@@ -284,22 +290,22 @@ def _backward_step(i, dstates, saved, buffers, w, a, tile, config: gl.constexpr)
     if config.STATES == 1 and len(carried) > 0:
         product = carried[0] + product
     if NORM_WIDTH > 0:
-        gl.store(a.dnorm_ptr + row, dnorm, mask=i < T)
+        gl.store(a.dnorm_ptr + row, dnorm, mask=i < tile.steps)
         product -= of_norm[0].to(gl.float32) * (of_norm[1] * dnorm * (1.0 / NORM_WIDTH))
     dstates = (product,)
     if config.STATES > 1:
         dstates += carried
     if a.reset_ptr is not None:
         dstates = reset_gradients(dstates, reset, a.dreset_h_ptr, a.dreset_c_ptr, at, live)
-    store_states(a.dh0_ptr, a.dc0_ptr, tile.seq * H + unit, dstates, mask & (i == T - 1))
+    store_states(a.dh0_ptr, a.dc0_ptr, tile.seq * H + unit, dstates, is_first_step(tile, i, config.PIECES))
     return dstates, saved
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q"], repr=names.of_loop("fma", "bwd"))
+@gluon.jit(do_not_specialize=["T", "B", "Q", "pieces"], repr=names.of_loop("fma", "bwd"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
     dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
-    T, B, Q,
+    T, B, Q, pieces,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
@@ -313,23 +319,24 @@ def backward_kernel(
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 1
     config: gl.constexpr = _BackwardConfig(
-        GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, COUNT, STATES, H, REVERSE, DTYPE, DEPTH
+        GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, COUNT, STATES, H, REVERSE, DTYPE, DEPTH, pieces is not None
     )  # fmt: skip
     a = arrays.Backward(
         w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
         dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
     )  # fmt: skip
-    model, tile = locate(T, B, Q, H, BLOCK_H, REVERSE)
-    unit, mask = tile.unit, tile.mask
+    model, tile = locate(arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, REVERSE)
+    unit = tile.unit
     saved = no_loads()
     for k in gl.static_range(DEPTH):
         saved = then(saved, _load_saved(k, a, tile, config))
     w = load_gate_weights(w_hh_ptr + model * (GATES * H * H), H, H, GATES * H, BLOCK_H, GATES, SHARED_GATES)
-    dstates = (gl.load(dh_last_ptr + tile.seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    ends = has_last_step(tile, config.PIECES)
+    dstates = (gl.load(dh_last_ptr + tile.seq * H + unit, mask=ends, other=0.0).to(gl.float32),)
     if STATES > 1:
-        dstates += (gl.load(dc_last_ptr + tile.seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+        dstates += (gl.load(dc_last_ptr + tile.seq * H + unit, mask=ends, other=0.0).to(gl.float32),)
     buffers = allocate_operands(GATES, BLOCK_H)
-    for i in range(0, T, UNROLL):
+    for i in range(0, tile.longest, UNROLL):
         for k in gl.static_range(UNROLL):
             dstates, next_saved = _backward_step(i + k, dstates, saved[0], buffers[k % 2], w, a, tile, config)
             saved = then(saved[1:], next_saved)

@@ -27,7 +27,7 @@ from triton.experimental import gluon
 
 from torch_bridge.kernels.arrays import Tile
 from torch_bridge.kernels.common import clamp_to_float16, first_row, load_weight, time_order
-from torch_bridge.kernels.gluon_common import pack, packed_type, unpack
+from torch_bridge.kernels.gluon_common import find_piece, pack, packed_type, row_of_piece, unpack
 
 
 @gluon.constexpr_function
@@ -139,17 +139,29 @@ def sum_rows(parts, w):
 
 
 @gluon.jit
-def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr):
-    """Locates the sequence of this program in arrays of rows `[G, T, B]`.
+def locate(sizes, reset_ptr, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr):
+    """Locates the sequence of this program, or its piece of one, in arrays of rows `[G, T, B]`.
 
-    Returns the model, and the tile that is the sequence.
+    Returns the model, and the tile that is the sequence. Pieces have the numbers that `locate_columns` gives them.
     """
+    T, B, Q, pieces = sizes
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
-    seq = gl.program_id(0).to(gl.int64)
-    model = seq // Q
-    row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
-    return model, Tile(T, seq, row, stride, unit, unit < H, True)
+    if pieces is None:
+        seq = gl.program_id(0).to(gl.int64)
+        model = seq // Q
+        row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
+        return model, Tile(T, seq, row, stride, unit, unit < H, True, T, T, 0)
+    else:
+        number = gl.program_id(0)
+        model = (number // (Q * pieces)).to(gl.int64)
+        seq = model * Q + number % Q
+        row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
+        piece = (number % (Q * pieces) // Q).to(gl.int32)
+        begin, end = find_piece(reset_ptr, row, stride, piece, pieces, T, unit, REVERSE)
+        row = row_of_piece(row, begin, stride, REVERSE)
+        steps = gl.maximum(end - begin, 1)
+        return model, Tile(T, seq, row, stride, unit, unit < H, True, steps, end - begin, begin)
 
 
 @gluon.jit

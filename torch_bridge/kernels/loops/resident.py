@@ -56,7 +56,10 @@ from torch_bridge.kernels.gluon_common import (
     columns,
     fixed_reset_states,
     forward_rows,
+    has_last_step,
     inverse,
+    is_first_step,
+    is_last_step,
     load_gradients,
     load_inputs,
     load_resets,
@@ -70,6 +73,7 @@ from torch_bridge.kernels.gluon_common import (
     pack_residuals,
     product_order,
     reset_gradients,
+    runs,
     scale_from_largest,
     scale_from_magnitudes,
     scale_of_norm,
@@ -139,6 +143,7 @@ class _ForwardConfig(NamedTuple):
     EARLY: Any  # whether registers can hold the reset states of the next two steps
     ZEROS: Any  # whether zeros in empty columns are faster
     UNITS: Any  # layout of a tile of states
+    PIECES: Any  # whether sequences are cut into pieces
 
 
 class _BackwardMemory(NamedTuple):
@@ -176,6 +181,8 @@ class _BackwardConfig(NamedTuple):
     REVERSE: Any
     SCALED: Any
     UNITS: Any  # layout of a tile of states
+    TERMS: Any  # number of terms of a bound; see `_backward_step`
+    PIECES: Any  # whether sequences are cut into pieces
 
 
 @gluon.jit
@@ -263,20 +270,19 @@ def _load_step(a, tile, rows, H: gl.constexpr, GATES: gl.constexpr):
 @gluon.jit
 def _store_results(i, states, saved, of_norm, a, tile, config: gl.constexpr):
     """Stores the results of step i, if there is such a step."""
-    T = tile.T
-    step_rows = tile.row + step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, config.REVERSE) * tile.stride
+    step_rows = forward_rows(tile, gl.maximum(i, 0), config.REVERSE)
     rows = step_rows[None, :]
     unit = tile.unit[:, None]
-    live = tile.mask & (i >= 0) & (i < T)
+    live = runs(tile.mask & (i >= 0), tile, i, config.PIECES)
     at = rows * config.H + unit
     store_states(a.hs_ptr, a.cs_ptr, at, states, live)
     if a.local_grads_ptr is not None:
         store_residuals(a, rows, unit, live, saved, config.H, config.COUNT)
         if a.norm_state_ptr is not None:
             gl.store(a.norm_state_ptr + at, of_norm[0], mask=live)
-            gl.store(a.scale_ptr + step_rows, of_norm[1], mask=tile.mask_q & (i >= 0) & (i < T))
+            gl.store(a.scale_ptr + step_rows, of_norm[1], mask=tile.mask_q & (i >= 0) & (i < tile.steps))
     last = tile.seq[None, :] * config.H + unit
-    store_states(a.h_last_ptr, a.c_last_ptr, last, states, tile.mask & (i == T - 1))
+    store_states(a.h_last_ptr, a.c_last_ptr, last, states, is_last_step(tile, i, config.PIECES))
 
 
 @gluon.jit
@@ -295,7 +301,7 @@ def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexp
     EARLY: gl.constexpr = config.EARLY
     UNITS: gl.constexpr = config.UNITS
     states, scale, new, after, new_scale, x, reset, statistics, saved, of_norm = carry
-    next_rows = forward_rows(tile.row, i + 1, tile.T, tile.stride, config.REVERSE)
+    next_rows = forward_rows(tile, i + 1, config.REVERSE)
     # The next inputs are loaded before the product if registers can hold the inputs of two steps: always, except in
     # float32 if the tile has sixteen sequences.
     PREFETCH_INPUTS: gl.constexpr = zeros.shape[1] <= 8 or a.xp_ptr.dtype.element_ty != gl.float32
@@ -305,14 +311,14 @@ def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexp
     next_scale = new_scale
     if EARLY:
         next_new = after
-        rows = forward_rows(tile.row, i + 2, tile.T, tile.stride, config.REVERSE)
+        rows = forward_rows(tile, i + 2, config.REVERSE)
         after = load_states(a.reset_h_ptr, a.reset_c_ptr, rows[None, :] * H + tile.unit[:, None], tile.mask)
         if SCALED:
             _store_by_warp(memory.slot, gl.abs(next_new[0]), gl.max)
     before = states
     if a.reset_ptr is not None:
         if config.RESET_STATE == RESET_STEPPED and not EARLY:
-            rows = forward_rows(tile.row, i, tile.T, tile.stride, config.REVERSE)
+            rows = forward_rows(tile, i, config.REVERSE)
             at = rows[None, :] * H + tile.unit[:, None]
             of_episode = load_states(a.reset_h_ptr, a.reset_c_ptr, at, tile.mask & reset[None, :])
         else:
@@ -373,12 +379,12 @@ def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexp
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "fwd"))
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "pieces"], repr=names.of_loop("resident", "fwd"))
 def forward_kernel(
     w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
     reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
     scale_ptr,
-    T, B, Q, tiles,
+    T, B, Q, tiles, pieces,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, FACTORS: gl.constexpr,
     NORM_WIDTH: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr,
     REVERSE: gl.constexpr,
@@ -396,7 +402,7 @@ def forward_kernel(
     UNITS: gl.constexpr = units_layout(WARPS, COLS)
     config: gl.constexpr = _ForwardConfig(
         STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, BLOCK_B, REVERSE, SCALED, LATE, EARLY,
-        ZEROS, UNITS,
+        ZEROS, UNITS, pieces is not None,
     )  # fmt: skip
     a = arrays.Forward(
         w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
@@ -409,7 +415,7 @@ def forward_kernel(
         w_hh_t_ptr + model * (GATES * H * H), H, H * H, H, BLOCK_H, GATES, DTYPE, ACC
     )  # fmt: skip
 
-    tile = locate_tile(model, nth, T, B, Q, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
+    tile = locate_tile(model, nth, arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
     unit = tile.unit
     b_hn = 0.0
     if SEPARATE:
@@ -423,9 +429,9 @@ def forward_kernel(
     new = fixed_reset_states(reset_h_ptr, reset_c_ptr, first, tile.mask, RESET_STATE)
     after = new
     if EARLY:
-        rows = forward_rows(tile.row, 0, T, tile.stride, REVERSE)
+        rows = forward_rows(tile, 0, REVERSE)
         new = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], tile.mask)
-        rows = forward_rows(tile.row, 1, T, tile.stride, REVERSE)
+        rows = forward_rows(tile, 1, REVERSE)
         after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], tile.mask)
     new_scale = scale
     if SCALED:
@@ -458,11 +464,11 @@ def forward_kernel(
             saved = no_residuals(states[0], dc_dh_ptr, COUNT, FACTORS)
     carry = _ForwardCarry(states, scale, new, after, new_scale, x, reset, statistics, saved, of_norm)
     barrier()
-    for i in range(0, T, 2):
+    for i in range(0, tile.longest, 2):
         carry = _forward_step(i, carry, even_memory, weights, zeros, a, tile, config)
         carry = _forward_step(i + 1, carry, odd_memory, weights, zeros, a, tile, config)
     if LATE:
-        steps = (T + 1) // 2 * 2  # number of steps that the loop ran: T, rounded up to a multiple of two
+        steps = (tile.longest + 1) // 2 * 2  # number of steps that the loop ran, a multiple of two
         _store_results(steps - 1, carry.states, carry.saved, carry.of_norm, a, tile, config)
 
 
@@ -533,17 +539,16 @@ def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constex
     H: gl.constexpr = config.H
     SCALED: gl.constexpr = config.SCALED
     UNITS: gl.constexpr = config.UNITS
-    T = tile.T
     mask = tile.mask
     w, w_unscale, w_bound = weights
     dstates, saved, this_reset, this_norm, this_dys, dys, bound = carry
     ROOMY: gl.constexpr = GATES < 4  # there are registers to overlap memory accesses with products
-    live = mask & (i < T)  # nothing is stored for a step past the last
+    live = runs(mask, tile, i, config.PIECES)  # nothing is stored for a step past the last
     local_grads, factors = unpack_residuals(saved, config.COUNT, config.PACKED)
     if ROOMY:
-        next_rows = backward_rows(tile.row, i + 1, T, tile.stride, config.REVERSE)
+        next_rows = backward_rows(tile, i + 1, config.REVERSE)
         saved, reset, of_norm = _load_saved(a, tile, next_rows, H, config.COUNT, config.PACKED)
-        next_rows = backward_rows(tile.row, i + 2, T, tile.stride, config.REVERSE)
+        next_rows = backward_rows(tile, i + 2, config.REVERSE)
         next_dys = load_gradients(a.dhs_ptr, a.dcs_ptr, next_rows, tile.unit, mask, H)
 
     dh = dstates[0] + this_dys[0].to(gl.float32)
@@ -572,7 +577,7 @@ def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constex
         else:
             scale = scale_to_float16(bound, 0)[None, :]
         unscale = inverse(scale) * w_unscale
-    rows = tile.row + step_time(T - 1 - i, T, config.REVERSE) * tile.stride
+    rows = tile.row + step_time(tile.steps - 1 - i, tile.T, config.REVERSE) * tile.stride
     at = rows[None, :] * H + tile.unit[:, None]
     dxp = a.dxp_ptr + rows[None, :] * (GATES * H) + tile.unit[:, None]
     multiplied = operands_of(grads, GATES)
@@ -586,7 +591,7 @@ def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constex
 
     if NORM_WIDTH > 0:
         dnorm = _load_over_warps(memory.sums[0], UNITS, gl.sum)  # D in `streamed.py`; `of_state` is y D s / n
-        gl.store(a.dnorm_ptr + rows, dnorm, mask=tile.mask_q & (i < T))
+        gl.store(a.dnorm_ptr + rows, dnorm, mask=tile.mask_q & (i < tile.steps))
         of_state = this_norm[0].to(gl.float32) * (this_norm[1] * dnorm * (1.0 / NORM_WIDTH))[None, :]
     # if ROOMY, this overlaps with the product
     if SCALED:
@@ -607,15 +612,14 @@ def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constex
     else:
         barrier()
         product = _multiply(w, memory.operands, zeros, GATES)
-        next_rows = backward_rows(tile.row, i + 1, T, tile.stride, config.REVERSE)
+        next_rows = backward_rows(tile, i + 1, config.REVERSE)
         saved, reset, of_norm = _load_saved(a, tile, next_rows, H, config.COUNT, config.PACKED)
-        next_rows = backward_rows(tile.row, i + 2, T, tile.stride, config.REVERSE)
+        next_rows = backward_rows(tile, i + 2, config.REVERSE)
         next_dys = load_gradients(a.dhs_ptr, a.dcs_ptr, next_rows, tile.unit, mask, H)
     if config.SEPARATE:
         gl.store(a.dhn_ptr + at, grads[GATES].to(a.dhn_ptr.dtype.element_ty), mask=live)
     if SCALED:
-        TERMS: gl.constexpr = 2.0 + STATES + (1 if NORM_WIDTH > 0 else 0)
-        bound = without_empty_columns(TERMS * _load_over_warps(memory.slot, UNITS, gl.max), config.BLOCK_B)
+        bound = without_empty_columns(config.TERMS * _load_over_warps(memory.slot, UNITS, gl.max), config.BLOCK_B)
 
     product = by_unit(product, UNITS)
     if SCALED:
@@ -630,18 +634,24 @@ def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constex
     dstates = states_without_empty_columns(dstates, config.BLOCK_B)
     if a.reset_ptr is not None:
         dstates = reset_gradients(dstates, this_reset[None, :], a.dreset_h_ptr, a.dreset_c_ptr, at, live)
-    if ROOMY:
-        store_states(a.dh0_ptr, a.dc0_ptr, tile.seq[None, :] * H + tile.unit[:, None], dstates, mask & (i == T - 1))
-    elif i == T - 1:  # without a branch, the compiler would compute the next step's addresses earlier, in registers
+    if ROOMY or config.PIECES:
+        store_states(
+            a.dh0_ptr,
+            a.dc0_ptr,
+            tile.seq[None, :] * H + tile.unit[:, None],
+            dstates,
+            is_first_step(tile, i, config.PIECES),
+        )
+    elif i == tile.T - 1:  # without a branch, the next step's addresses would be computed earlier, in registers
         store_states(a.dh0_ptr, a.dc0_ptr, tile.seq[None, :] * H + tile.unit[:, None], dstates, mask)
     return _BackwardCarry(dstates, saved, reset, of_norm, dys, next_dys, bound)
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "bwd"))
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "pieces"], repr=names.of_loop("resident", "bwd"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
     dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
-    T, B, Q, tiles,
+    T, B, Q, tiles, pieces,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     PACKED: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -655,7 +665,8 @@ def backward_kernel(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     UNITS: gl.constexpr = units_layout(WARPS, COLS)
     config: gl.constexpr = _BackwardConfig(
-        GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED, COUNT, STATES, H, BLOCK_B, REVERSE, SCALED, UNITS
+        GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED, COUNT, STATES, H, BLOCK_B, REVERSE, SCALED, UNITS,
+        2.0 + STATES + (1 if NORM_WIDTH > 0 else 0), pieces is not None,
     )  # fmt: skip
     a = arrays.Backward(
         w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
@@ -667,8 +678,10 @@ def backward_kernel(
         w_hh_ptr + model * (GATES * H * H), GATES * H, H, H, BLOCK_H, GATES, DTYPE, ACC
     )  # fmt: skip
 
-    tile = locate_tile(model, nth, T, B, Q, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
-    dstates = load_states(dh_last_ptr, dc_last_ptr, tile.seq[None, :] * H + tile.unit[:, None], tile.mask)
+    tile = locate_tile(model, nth, arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
+    dstates = load_states(
+        dh_last_ptr, dc_last_ptr, tile.seq[None, :] * H + tile.unit[:, None], has_last_step(tile, config.PIECES)
+    )
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
@@ -680,17 +693,19 @@ def backward_kernel(
     even_memory = _BackwardMemory(even, even_slot, even_sums)
     odd_memory = _BackwardMemory(odd, odd_slot, odd_sums)
 
-    rows = tile.row + step_time(T - 1, T, REVERSE) * tile.stride
+    rows = tile.row + step_time(tile.steps - 1, T, REVERSE) * tile.stride
     saved, reset, of_norm = _load_saved(a, tile, rows, H, COUNT, PACKED)
     dys = load_gradients(dhs_ptr, dcs_ptr, rows, tile.unit, tile.mask, H)
-    rows = tile.row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * tile.stride
+    rows = tile.row + step_time(gl.maximum(tile.steps - 2, 0), T, REVERSE) * tile.stride
     next_dys = load_gradients(dhs_ptr, dcs_ptr, rows, tile.unit, tile.mask, H)
     if STATES == 1:
         bound = gl.max(gl.abs(dstates[0] + dys[0].to(gl.float32)), axis=0)
     else:
         bound = gl.max(_sum_of_magnitudes(dstates) + _sum_of_magnitudes(dys), axis=0)
+    if config.PIECES:  # a step after which an episode starts has the bound that the loop computes for it
+        bound = gl.where(tile.begin + tile.steps == T, bound, config.TERMS * bound)
     carry = _BackwardCarry(dstates, saved, reset, of_norm, dys, next_dys, bound)
     barrier()
-    for i in range(0, T, 2):
+    for i in range(0, tile.longest, 2):
         carry = _backward_step(i, carry, even_memory, weights, zeros, a, tile, config)
         carry = _backward_step(i + 1, carry, odd_memory, weights, zeros, a, tile, config)

@@ -10,7 +10,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels import arrays, names
-from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time, time_order
+from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
     backward_rows,
@@ -85,8 +85,9 @@ def forward_kernel(
         model = (item // tiles).to(gl.int64)
         w_ptr = w_hh_t_ptr + model * (GATES * H * H)
         w_unscale, _ = fill_weights(weights, w_ptr, split * 32, 0, H, H * H, H, GATES)
-        mask_q, mask, seq, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
-        row, stride = time_order(row, model, T, B, REVERSE)
+        tile = locate_rows(item, tiles, arrays.Sizes(T, B, Q, None), unit, BLOCK_B, H, REVERSE, ACC)
+        mask_q, mask, seq = tile.mask_q, tile.mask, tile.seq
+        last = seq[:, None] * H + unit[None, :]
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[None, :]
@@ -94,7 +95,7 @@ def forward_kernel(
         scale = gl.full([BLOCK_B, 1], 1.0, gl.float32, ACC)
         if SCALED:
             scale = first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H, SPLITS)
-        rows = row + step_time(0, T, REVERSE) * stride
+        rows = tile.row + step_time(0, T, REVERSE) * tile.stride
         reset = load_resets(reset_ptr, rows, mask_q)
         sent += 1
         scale = send_state_rows(
@@ -103,7 +104,7 @@ def forward_kernel(
         for i in range(T):
             # equals `place`, which the compiler cannot tell: else addresses would stay in registers for the whole loop
             opaque_place = Place(workers, worker + opaque_zero(i), split)
-            next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
+            next_rows = forward_rows(tile, i + 1, REVERSE)
             first = (split + opaque_zero(i)) * 32
             prefetch_rows(xp_ptr, next_rows, first, GATES, H, GATES * H)
             before = states
@@ -181,20 +182,21 @@ def backward_kernel(
             weights, w_hh_ptr + model * (GATES * H * H), split // PARTS * (32 * PARTS), split % PARTS * (32 * LENGTH),
             GATES * H, H, H, GATES,
         )  # fmt: skip
-        mask_q, mask, _, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
-        row, stride = time_order(row, model, T, B, REVERSE)
+        tile = locate_rows(item, tiles, arrays.Sizes(T, B, Q, None), unit, BLOCK_B, H, REVERSE, ACC)
+        mask_q, mask = tile.mask_q, tile.mask
+        last = tile.seq[:, None] * H + unit[None, :]
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = zeros
         if STATES > 1:
             dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
-        rows = backward_rows(row, 0, T, stride, REVERSE)
+        rows = backward_rows(tile, 0, REVERSE)
         saved = load_residuals(a, rows[:, None], unit[None, :], mask, H, COUNT, PACKED)
         reset = load_resets(reset_ptr, rows, mask_q)
         dc_out = zeros
         if dcs_ptr is not None:
             dc_out = load_gradient_rows(dcs_ptr, rows, unit, mask, H).to(gl.float32)
         dh_out = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
-        dh_out_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, stride, REVERSE), unit, mask, H)
+        dh_out_next = load_gradient_rows(dhs_ptr, backward_rows(tile, 1, REVERSE), unit, mask, H)
         bound = gl.max(zeros, axis=1)
         w_bounds = bound
         if SCALED:
@@ -226,7 +228,7 @@ def backward_kernel(
             multiplied = operands_of(grads, GATES)
             sent += 1
             scale = zeros
-            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
+            next_rows = backward_rows(tile, i + 1, REVERSE)
             if dcs_ptr is not None:
                 dc_out = load_gradient_rows(dcs_ptr, next_rows, unit, mask & (i + 1 < T), H).to(gl.float32)
             if SCALED:
@@ -253,19 +255,19 @@ def backward_kernel(
                 prefetch_rows(carry_gate_ptr, next_rows, first, 1, 0, H)
             if dc_dh_ptr is not None:
                 prefetch_rows(dc_dh_ptr, next_rows, first, 1, 0, H)
-            prefetch_rows(dhs_ptr, backward_rows(row, i + 2, T, stride, REVERSE), first, 1, 0, H)
+            prefetch_rows(dhs_ptr, backward_rows(tile, i + 2, REVERSE), first, 1, 0, H)
             if STATES > 1:
                 # called again, so that what is carried takes no registers while `dc` is still needed
                 dc = GRAD_STEP((dh, dc), local_grads, factors)[1][0]
                 if reset_ptr is not None:
                     if dreset_c_ptr is not None:
-                        at = backward_rows(row, i, T, stride, REVERSE)[:, None] * H + unit[None, :]
+                        at = backward_rows(tile, i, REVERSE)[:, None] * H + unit[None, :]
                         gl.store(dreset_c_ptr + at, gl.where(reset[:, None], dc, 0.0), mask=mask)
                     dc = gl.where(reset[:, None], 0.0, dc)
                 if dcs_ptr is not None:
                     dc += dc_out
 
-            rows = backward_rows(row, i, T, stride, REVERSE)
+            rows = backward_rows(tile, i, REVERSE)
             dxp = dxp_ptr + rows[:, None] * (GATES * H) + unit[None, :]
             for gate in gl.static_range(GATES):
                 gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
@@ -292,17 +294,17 @@ def backward_kernel(
                 dh = carried[0] + product
             if reset_ptr is not None:
                 if dreset_h_ptr is not None:
-                    at = backward_rows(row, opaque_i, T, stride, REVERSE)[:, None] * H + unit[None, :]
+                    at = backward_rows(tile, opaque_i, REVERSE)[:, None] * H + unit[None, :]
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
-            rows = backward_rows(row, opaque_i + 1, T, stride, REVERSE)
+            rows = backward_rows(tile, opaque_i + 1, REVERSE)
             saved = load_residuals(a, rows[:, None], unit[None, :], mask, H, COUNT, PACKED)
             reset = load_resets(reset_ptr, rows, mask_q)
-            dh_out_next = load_gradient_rows(
-                dhs_ptr, backward_rows(row, opaque_i + 2, T, stride, REVERSE), unit, mask, H
-            )
+            dh_out_next = load_gradient_rows(dhs_ptr, backward_rows(tile, opaque_i + 2, REVERSE), unit, mask, H)
         # located again, so that the location takes no registers during the loop
-        _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)
-        gl.store(dh0_ptr + last, dh, mask=mask)
+        again = item + opaque_zero(item)
+        tile = locate_rows(again, tiles, arrays.Sizes(T, B, Q, None), unit, BLOCK_B, H, REVERSE, ACC)
+        last = tile.seq[:, None] * H + unit[None, :]
+        gl.store(dh0_ptr + last, dh, mask=tile.mask)
         if dc0_ptr is not None:
-            gl.store(dc0_ptr + last, dc, mask=mask)
+            gl.store(dc0_ptr + last, dc, mask=tile.mask)

@@ -12,7 +12,8 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common import first_row
+from torch_bridge.kernels.arrays import Tile
+from torch_bridge.kernels.common import first_row, time_order
 from torch_bridge.kernels.gluon_common import barrier, inverse, scale_to_float16, to_operand
 from torch_bridge.kernels.loops.split_common import load_rows, opaque_zero, repeat
 
@@ -228,17 +229,19 @@ def first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H: gl.constexpr, SPLITS: 
 
 
 @gluon.jit
-def locate_rows(item, tiles, T, B, Q, unit, ROWS: gl.constexpr, H: gl.constexpr, ACC: gl.constexpr):
-    """Locates a tile: masks of sequences and of states, sequences, their rows of step 0, and offsets of their states.
-
-    Masked sequences get the location of the tile's first sequence.
-    """
+def locate_rows(
+    item, tiles, sizes, unit, ROWS: gl.constexpr, H: gl.constexpr, REVERSE: gl.constexpr, ACC: gl.constexpr
+):  # fmt: skip
+    """Locates the tile of an item. Masked sequences get the location of the tile's first sequence."""
+    T, B, Q, _ = sizes
     q = (item % tiles) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
     mask_q = q < Q
     mask = mask_q[:, None] & (unit < H)[None, :]
     q = gl.where(mask_q, q, (item % tiles) * ROWS)
-    seq = (item // tiles).to(gl.int64) * Q + q
-    return mask_q, mask, seq, first_row(seq, T, B), seq[:, None] * H + unit[None, :]
+    model = (item // tiles).to(gl.int64)
+    seq = model * Q + q
+    row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
+    return Tile(T, seq, row, stride, unit, mask, mask_q, T, T, 0)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels import arrays, names
-from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time, time_order
+from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
     backward_rows,
@@ -89,8 +89,9 @@ def forward_kernel(
         model = (item // tiles).to(gl.int64)
         w_ptr = w_hh_t_ptr + model * (GATES * H * H)
         w_unscale = load_weight_shard(weights, w_ptr, split, H, H * H, H, GATES, SPLITS, True)
-        mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
-        row, stride = time_order(row, model, T, B, REVERSE)
+        tile = locate(item, tiles, arrays.Sizes(T, B, Q, None), reset_ptr, unit, BLOCK_B, H, REVERSE)
+        mask_q, mask, seq = tile.mask_q, tile.mask, tile.seq
+        last = seq[None, :] * H + unit[:, None]
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
@@ -98,7 +99,7 @@ def forward_kernel(
         scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
         if SCALED:
             scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
-        rows = row + step_time(0, T, REVERSE) * stride
+        rows = tile.row + step_time(0, T, REVERSE) * tile.stride
         x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
         reset = load_resets(reset_ptr, rows, mask_q)
         sent += 1
@@ -106,7 +107,7 @@ def forward_kernel(
         for i in range(T):
             # equals i, which the compiler cannot tell: else addresses of many steps would take registers
             opaque_i = i + opaque_zero(i)
-            next_rows = forward_rows(row, opaque_i + 1, T, stride, REVERSE)
+            next_rows = forward_rows(tile, opaque_i + 1, REVERSE)
             if PREFETCH_INPUTS:
                 next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
             before = states
@@ -124,7 +125,7 @@ def forward_kernel(
             scale = send_state(
                 exchange_ptr, states[0], scale, reset_ptr, reset, sent, more, place, SCALED, DTYPE, SPLITS
             )
-            this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
+            this_rows = (tile.row + step_time(opaque_i, T, REVERSE) * tile.stride)[None, :]
             store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
             if local_grads_ptr is not None:
                 local_grads, factors = RESIDUALS(activations, before)
@@ -173,9 +174,9 @@ def backward_kernel(
         model = (item // tiles).to(gl.int64)
         w_ptr = w_hh_ptr + model * (GATES * H * H)
         w_unscale = load_weight_shard(weights, w_ptr, split, GATES * H, H, H, GATES, SPLITS, False)
-        mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
-        row, stride = time_order(row, model, T, B, REVERSE)
-        tile = arrays.Tile(T, seq, row, stride, unit, mask, mask_q)
+        tile = locate(item, tiles, arrays.Sizes(T, B, Q, None), reset_ptr, unit, BLOCK_B, H, REVERSE)
+        mask, row, stride = tile.mask, tile.row, tile.stride
+        last = tile.seq[None, :] * H + unit[:, None]
         dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
         rows = row + step_time(T - 1, T, REVERSE) * stride
         saved, reset, dys = load_saved(a, tile, rows, H, COUNT, PACKED)
@@ -184,7 +185,7 @@ def backward_kernel(
             local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
             grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
             this_reset = reset
-            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
+            next_rows = backward_rows(tile, i + 1, REVERSE)
             saved, reset, dys = load_saved(a, tile, next_rows, H, COUNT, PACKED)
             multiplied = operands_of(grads, GATES)
             scale, unscale = zeros, zeros

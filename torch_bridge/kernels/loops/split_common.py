@@ -21,10 +21,10 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common import first_row
 from torch_bridge.kernels.gluon_common import (
     barrier,
     inverse,
+    locate_columns,
     scale_after_zeros,
     scale_from_magnitudes,
     scale_to_float16,
@@ -342,18 +342,10 @@ def receive_sum(exchange_ptr, zeros, number, place, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def locate(item, tiles, T, B, Q, unit, BLOCK_B: gl.constexpr, H: gl.constexpr, ACC: gl.constexpr):
-    """Locates the tile of an item.
-
-    Returns:
-      The masks of its sequences and of its states, its sequences, their rows of step 0 in `[G, T, B]`, and the offsets
-      of its states in `[G, B, H]`.
-    """
-    q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
-    mask_q = q < Q
-    mask = (unit < H)[:, None] & mask_q[None, :]
-    seq = (item // tiles).to(gl.int64) * Q + q
-    return mask_q, mask, seq, first_row(seq, T, B), seq[None, :] * H + unit[:, None]
+def locate(item, tiles, sizes, reset_ptr, unit, BLOCK_B: gl.constexpr, H: gl.constexpr, REVERSE: gl.constexpr):
+    """Locates the tile of an item, whose units are `unit`."""
+    q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, unit.type.layout.parent))
+    return locate_columns((item // tiles).to(gl.int64), q, None, sizes, reset_ptr, unit, H, REVERSE)
 
 
 @gluon.jit

@@ -33,7 +33,6 @@ from torch_bridge.kernels.common import (
     scaled,
     step_time,
     subtract_mean,
-    time_order,
     with_norm_grad,
 )
 from torch_bridge.kernels.gluon_common import (
@@ -43,7 +42,10 @@ from torch_bridge.kernels.gluon_common import (
     fixed_reset_states,
     forward_rows,
     gradients_before,
+    has_last_step,
     inverse,
+    is_first_step,
+    is_last_step,
     largest_magnitude,
     load_inputs,
     load_resets,
@@ -53,6 +55,7 @@ from torch_bridge.kernels.gluon_common import (
     normalized_state,
     pack_residuals,
     reset_gradients,
+    runs,
     scale_of_norm,
     scale_to_float16,
     scaled_reset_states,
@@ -328,12 +331,12 @@ def _sums_of_state(received, unscale, SCALED: gl.constexpr, UNITS: gl.constexpr)
     return sums
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split_registers", "fwd"))
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "pieces"], repr=names.of_loop("split_registers", "fwd"))
 def forward_kernel(
     w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
     reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
     scale_ptr, exchange_ptr,
-    T, B, Q, tiles, items,
+    T, B, Q, tiles, items, pieces,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr,
     SPLITS: gl.constexpr, REVERSE: gl.constexpr,
@@ -387,10 +390,14 @@ def forward_kernel(
         w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, True)
         end = (item // tiles + 1) * tiles
         while item < end:
-            mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
-            row, stride = time_order(row, model, T, B, REVERSE)
-            tile = arrays.Tile(T, seq, row, stride, unit, mask, mask_q)
+            tile = locate(item, tiles, arrays.Sizes(T, B, Q, pieces), reset_ptr, unit, BLOCK_B, H, REVERSE)
+            mask_q, mask, seq, row, stride = tile.mask_q, tile.mask, tile.seq, tile.row, tile.stride
+            last = seq[None, :] * H + unit[:, None]
             lane_row, lane_mask = gl.convert_layout(row, BY_LANE), gl.convert_layout(mask_q, BY_LANE)
+            lane_steps = tile.steps
+            if pieces is not None:
+                lane_steps = gl.convert_layout(tile.steps, BY_LANE)
+            lanes = arrays.Tile(T, seq, lane_row, stride, unit, mask, lane_mask, lane_steps, tile.longest, 0)
             states = load_states(h0_ptr, c0_ptr, last, mask)
             fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, last, mask, RESET_STATE)
             scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
@@ -407,15 +414,20 @@ def forward_kernel(
             before, scale = _start_step(
                 states, scale, fixed, fixed_scale, resets, row + first, a, tile, RESET_STATE, H, SPLITS, SCALED
             )
-            sent += 1
-            _send_state(exchange_ptr, before[0], scale, sent, 1, place, SCALED, DTYPE, SPLITS)
-            for i in range(T):
+            if pieces is None:
+                sent += 1
+                _send_state(exchange_ptr, before[0], scale, sent, 1, place, SCALED, DTYPE, SPLITS)
+            else:  # nobody would receive the state of a tile without pieces
+                exists = (tile.longest > 0).to(gl.int32)
+                sent += exists
+                _send_state(exchange_ptr, before[0], scale, sent, exists, place, SCALED, DTYPE, SPLITS)
+            for i in range(tile.longest):
                 # equals i, which the compiler cannot tell: else addresses of many steps would take registers
                 opaque_i = i + opaque_zero(i)
-                next_rows = forward_rows(row, opaque_i + 1, T, stride, REVERSE)
+                next_rows = forward_rows(tile, opaque_i + 1, REVERSE)
                 next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
                 next_statistics = load_statistics(x_norm_ptr, x_mean_ptr, next_rows, mask_q)
-                next_lane_rows = forward_rows(lane_row, opaque_i + 1, T, stride, REVERSE)
+                next_lane_rows = forward_rows(lanes, opaque_i + 1, REVERSE)
                 resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
                 received = _receive_state(operand, exchange_ptr, sent, place, BLOCK_H, SPLITS, SUMS)
                 products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
@@ -439,20 +451,26 @@ def forward_kernel(
                 before, scale = _start_step(
                     states, scale, fixed, fixed_scale, resets, next_rows, a, tile, RESET_STATE, H, SPLITS, SCALED
                 )
-                more = (i + 1 < T).to(gl.int32)
+                more = (i + 1 < tile.longest).to(gl.int32)
                 sent += more
                 _send_state(exchange_ptr, before[0], scale, sent, more, place, SCALED, DTYPE, SPLITS)
                 this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
-                store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
+                live, live_q = mask, mask_q
+                if pieces is not None:
+                    live, live_q = runs(mask, tile, i, True), mask_q & (i < tile.steps)
+                store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, live)
+                if pieces is not None:
+                    store_states(h_last_ptr, c_last_ptr, last, states, is_last_step(tile, i, True))
                 if local_grads_ptr is not None:
-                    store_residuals(a, this_rows, unit[:, None], mask, saved, H, COUNT)
+                    store_residuals(a, this_rows, unit[:, None], live, saved, H, COUNT)
                     if NORM_WIDTH > 0:
                         stored = norm_state.to(norm_state_ptr.dtype.element_ty)
-                        gl.store(norm_state_ptr + this_rows * H + unit[:, None], stored, mask=mask)
-                        gl.store(scale_ptr + this_rows, norm_scale[None, :], mask=mask_q[None, :] & (split == 0))
+                        gl.store(norm_state_ptr + this_rows * H + unit[:, None], stored, mask=live)
+                        gl.store(scale_ptr + this_rows, norm_scale[None, :], mask=live_q[None, :] & (split == 0))
                 x = next_x
                 statistics = next_statistics
-            store_states(h_last_ptr, c_last_ptr, last, states, mask)
+            if pieces is None:
+                store_states(h_last_ptr, c_last_ptr, last, states, mask)
             item += workers
 
 
@@ -553,12 +571,12 @@ def _load_scale(scale_ptr, rows, mask_q):
         return ()
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split_registers", "bwd"))
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "pieces"], repr=names.of_loop("split_registers", "bwd"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
     dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
     sums_ptr,
-    T, B, Q, tiles, items,
+    T, B, Q, tiles, items, pieces,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr, H: gl.constexpr,
     BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
     PACKED: gl.constexpr,
@@ -600,14 +618,14 @@ def backward_kernel(
         unscales = gl.allocate_shared_memory(gl.float32, [BLOCK_B], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         end = (item // tiles + 1) * tiles
         while item < end:
-            mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
-            row, stride = time_order(row, model, T, B, REVERSE)
-            tile = arrays.Tile(T, seq, row, stride, unit, mask, mask_q)
-            dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
-            rows = row + step_time(T - 1, T, REVERSE) * stride
+            tile = locate(item, tiles, arrays.Sizes(T, B, Q, pieces), reset_ptr, unit, BLOCK_B, H, REVERSE)
+            mask_q, mask, row, stride = tile.mask_q, tile.mask, tile.row, tile.stride
+            last = tile.seq[None, :] * H + unit[:, None]
+            dstates = load_states(dh_last_ptr, dc_last_ptr, last, has_last_step(tile, pieces is not None))
+            rows = row + step_time(tile.steps - 1, T, REVERSE) * stride
             saved, reset, dys = load_saved(a, tile, rows, H, COUNT, PACKED)
             norm_scale = _load_scale(scale_ptr, rows, mask_q)
-            for i in range(T):
+            for i in range(tile.longest):
                 dh = dstates[0] + dys[0].to(gl.float32)
                 local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
                 if NORM_WIDTH > 0:
@@ -619,7 +637,7 @@ def backward_kernel(
                     grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
                 this_reset = reset
                 this_scale = norm_scale
-                next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
+                next_rows = backward_rows(tile, i + 1, REVERSE)
                 saved, reset, dys = load_saved(a, tile, next_rows, H, COUNT, PACKED)
                 norm_scale = _load_scale(scale_ptr, next_rows, mask_q)
                 multiplied = operands_of(grads, GATES)
@@ -635,23 +653,29 @@ def backward_kernel(
                 sent += 1
                 _send_parts(exchange_ptr, parts, sent, place, BLOCK_H, SPLITS)
 
-                rows = row + step_time(T - 1 - i, T, REVERSE) * stride
+                live, live_q = mask, mask_q
+                if pieces is not None:
+                    live, live_q = runs(mask, tile, i, True), mask_q & (i < tile.steps)
+                rows = row + step_time(tile.steps - 1 - i, T, REVERSE) * stride
                 dxp = dxp_ptr + rows[None, :] * (GATES * H) + unit[:, None]
                 at = rows[None, :] * H + unit[:, None]
                 for gate in gl.static_range(GATES):
-                    gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
+                    gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=live)
                 if SEPARATE:
-                    gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
+                    gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
                 if NORM_WIDTH > 0:
-                    norm_state = gl.load(norm_state_ptr + at, mask=mask, other=0.0)
+                    norm_state = gl.load(norm_state_ptr + at, mask=live, other=0.0)
                 product = _receive_parts(exchange_ptr, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
                 dstates = gradients_before(product, carried, STATES)
                 if NORM_WIDTH > 0:
                     dnorm = _receive_sum(sums_ptr, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
-                    gl.store(dnorm_ptr + rows, dnorm, mask=mask_q & (split == 0))
+                    gl.store(dnorm_ptr + rows, dnorm, mask=live_q & (split == 0))
                     factor = this_scale[0] * dnorm * (1.0 / NORM_WIDTH)
                     dstates = (dstates[0] - norm_state.to(gl.float32) * factor[None, :],)
                 if reset_ptr is not None:
-                    dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
-            store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
+                    dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, live)
+                if pieces is not None:
+                    store_states(dh0_ptr, dc0_ptr, last, dstates, is_first_step(tile, i, True))
+            if pieces is None:
+                store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
             item += workers

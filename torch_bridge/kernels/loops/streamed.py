@@ -266,7 +266,7 @@ def _forward_tile(
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
     row0, stride = time_order(first_row(seq, T, B), model, T, B, config.REVERSE)
-    tile = arrays.Tile(T, seq, row0, stride, unit, mask, mask_q)
+    tile = arrays.Tile(T, seq, row0, stride, unit, mask, mask_q, T, T, 0)
     w_ptr = a.w_hh_t_ptr + model.to(tl.int64) * (GATES * H * H)
 
     if SPLITS == 1:
@@ -458,7 +458,7 @@ def _backward_tile(
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
     row0, stride = time_order(first_row(seq, T, B), model, T, B, config.REVERSE)
-    tile = arrays.Tile(T, seq, row0, stride, unit, mask, mask_q)
+    tile = arrays.Tile(T, seq, row0, stride, unit, mask, mask_q, T, T, 0)
     w_ptr = a.w_hh_ptr + model.to(tl.int64) * (WIDTH * H)
 
     if SPLITS == 1:

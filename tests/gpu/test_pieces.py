@@ -1,0 +1,127 @@
+"""Pieces of sequences between resets, side by side: all results have the bits of a run of whole sequences.
+
+`tests/compiled/test_emulated_loops.py` compares single launches; here are the transformations around them.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import torch_bridge.rnn_ops.kernels
+from torch_bridge.tiling.candidates import heuristic
+from torch_bridge.tiling.config import Tiling
+from torch_bridge.tiling.fma import Fma
+from torch_bridge.tiling.resident import Resident
+from torch_bridge.tiling.split_registers import SplitRegisters
+
+pytestmark = pytest.mark.gpu
+
+STEPS, BATCH = 50, 3
+# The hidden units of the loops "fma", "resident" and "split_registers", and of two tilings of the last.
+WIDTHS = (20, 64, 100, 192, 300)
+
+
+LOOPS = (Fma, Resident, SplitRegisters)
+
+
+@contextlib.contextmanager
+def tilings(change):
+    """Changes the tilings that launches get, also of few steps; yields the numbers of pieces that they were given."""
+    found, in_pieces = [], Tiling.in_pieces
+
+    def changed(config, problem, device):
+        cut = in_pieces(config, problem, device)
+        found.append(cut.pieces)
+        return change(cut)
+
+    caches = (heuristic, torch_bridge.rnn_ops.kernels._launch)
+    Tiling.in_pieces = changed
+    fewest = {loop: loop.fewest_steps for loop in LOOPS}
+    for loop in LOOPS:
+        loop.fewest_steps = 0
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield found
+    finally:
+        Tiling.in_pieces = in_pieces
+        for loop, steps in fewest.items():
+            loop.fewest_steps = steps
+        for cache in caches:
+            cache.cache_clear()
+
+
+def whole(config):
+    return dataclasses.replace(config, pieces=1) if config.pieces > 1 else config
+
+
+def assert_same_bits(function, *args):
+    """Asserts that a function has the same results with pieces as without, and that launches had pieces."""
+    with tilings(lambda config: config) as found:
+        cut = jax.device_get(jax.jit(lambda *xs: function(*xs))(*args))
+    assert max(found) > 1
+    with tilings(whole):
+        want = jax.device_get(jax.jit(lambda *xs: function(*xs))(*args))
+    calls.assert_same(cut, want)
+
+
+def arguments(cell, hidden, **options):
+    return calls.arguments(cell, batch=(BATCH,), steps=STEPS, hidden=hidden, **options)
+
+
+OPTIONS = [
+    {}, {"reverse": True}, {"remat": True}, {"time_major": False}, {"precision": "default", "reverse": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("resets", ["some", "all", "none"])
+@pytest.mark.parametrize(
+    ("cell", "hidden"),
+    [*itertools.product(calls.EVERY_CELL, WIDTHS), (calls.PROJECTED, 20), (calls.PROJECTED, 64)],  # "fma" runs these
+)
+def test_outputs_and_gradients(cell, hidden, resets):
+    params, carry, xs, some, state = arguments(cell, hidden, stepped=hidden == 64)
+    resets = {"some": some, "all": jnp.ones_like(some), "none": jnp.zeros_like(some)}[resets]
+    call = calls.runner(cell, "triton", precision="default")
+    assert_same_bits(calls.with_gradients(call), params, carry, xs, resets, state)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("cell", "hidden"), [("gru", 20), ("lstm", 64), ("gru", 192), ("layer_norm_gru", 100)])
+def test_options(cell, hidden, options):
+    args = arguments(cell, hidden, time_major=options.get("time_major", True))
+    assert_same_bits(calls.with_gradients(calls.runner(cell, "triton", **options)), *args)
+
+
+@pytest.mark.parametrize(("cell", "hidden"), [("gru", 64), ("lstm", 192), ("mgu", 20)])
+def test_models_of_vmap_and_both_directions(cell, hidden):
+    args = arguments(cell, hidden, lead=(2,))
+    assert_same_bits(jax.vmap(calls.with_gradients(calls.runner(cell, "triton"))), *args)
+    params, carry, xs, resets, _ = arguments(cell, hidden)
+
+    def both(params, carry, xs):
+        two = ((params, params), (carry, carry))
+        return calls.run_bidirectional(cell, *two, xs, resets=resets, implementation="triton")
+
+    assert_same_bits(calls.with_gradients(lambda p, c, x, *_: both(p, c, x)), params, carry, xs, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("method", ["native", "callback"])
+def test_every_method_of_launching(method, monkeypatch):
+    monkeypatch.setenv("JAXRNN_LAUNCH", method)
+    args = arguments("gru", 64)
+    assert_same_bits(calls.with_gradients(calls.runner("gru", "triton")), *args)
+
+
+def test_one_sequence_of_many_episodes():
+    rng = np.random.default_rng(0)
+    params, carry, xs, _, state = calls.arguments("gru", batch=(1,), steps=1024, hidden=512)
+    resets = jnp.asarray(rng.random((1024, 1)) < 0.05)
+    call = calls.runner("gru", "triton", precision="default")
+    assert_same_bits(calls.with_gradients(call), params, carry, xs, resets, state)
