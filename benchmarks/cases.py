@@ -33,7 +33,8 @@ class Case:
     Attributes:
       cell: a name in `torch_bridge.cells.CELLS`.
       B, T, H: batch size, number of steps and number of hidden units, in the order of the labels.
-      reset_rate: the fraction of steps that begin an episode.
+      reset_rate: the fraction of steps that begin an episode, drawn at random.
+      episode: length of every episode in steps, whose first is cut short at random; 0 for episodes by `reset_rate`.
       models: length of the leading axis of all arrays, weights included, that `jax.vmap` maps over; 0 without that
         axis.
       reset_state: the axes of the states that episodes start from, which have gradients: "H", "BH" or "TBH"; empty for
@@ -47,11 +48,13 @@ class Case:
     reset_rate: float = 0.01
     models: int = 0
     reset_state: Literal["", "H", "BH", "TBH"] = ""
+    episode: int = 0
 
     def __str__(self) -> str:
         """Returns a label such as `GRU 2048,256,128` (B, T, H), with the other attributes that are not defaults."""
         models = f" x{self.models}" if self.models else ""
         resets = "" if self.reset_rate == 0.01 else f" resets {100 * self.reset_rate:g} %"
+        resets = f" episodes of {self.episode}" if self.episode else resets
         states = f" from [{','.join(self.reset_state)}]" if self.reset_state else ""
         return f"{self.cell.upper()} {self.B},{self.T},{self.H}{models}{resets}{states}"
 
@@ -116,6 +119,15 @@ SWEEP = tuple(
         + [dataclasses.replace(_CENTRE, reset_rate=rate) for rate in (0.0, 0.01, 0.1, 0.5)]
     )
 )
+# Few sequences, whose passes are as long as their steps: how far resets shorten them.
+EPISODES = tuple(
+    dataclasses.replace(case, reset_rate=rate, episode=episode)
+    for case in (
+        Case("gru", 8, 1024, 256), Case("gru", 1, 1024, 512), Case("gru", 16, 128, 128), Case("gru", 64, 128, 128),
+        Case("lstm", 8, 1024, 256),
+    )
+    for rate, episode in ((0.0, 0), (0.01, 0), (0.1, 0), (0.01, 25), (0.01, 52), (0.01, 200))
+)  # fmt: skip
 # Every other cell beside the GRU, whose time is the measure.
 CELLS = tuple(
     Case(cell, *shape)
@@ -346,7 +358,8 @@ NORMS = tuple(
 def find(label: str) -> Case:
     """Returns the case with this label."""
     cases = {
-        str(case): case for case in (*HEADLINE, *SMALL, *SWEEP, *CELLS, *VMAP, *TORCH, TORCH_STEP, *COMPILE, *ACCURACY)
+        str(case): case
+        for case in (*HEADLINE, *SMALL, *SWEEP, *EPISODES, *CELLS, *VMAP, *TORCH, TORCH_STEP, *COMPILE, *ACCURACY)
     }
     if label not in cases:
         raise ValueError(f"no case {label!r}; there are {', '.join(cases)}")
@@ -375,6 +388,9 @@ def make_inputs(case: Case) -> dict[str, NDArray[Any]]:
     inputs["xs"] = normal(case.T, case.B, case.H)
     inputs["ct_ys"] = normal(case.T, case.B, case.H)
     inputs["resets"] = rng.random((*lead, case.T, case.B)) < case.reset_rate
+    if case.episode:
+        elapsed = rng.integers(case.episode, size=(*lead, 1, case.B))
+        inputs["resets"] = (np.arange(case.T)[:, None] + elapsed) % case.episode == 0
     for name, shape in reset_states(case).items():
         inputs[name] = 0.5 * normal(*shape)
     return inputs

@@ -553,6 +553,7 @@ SUITES: dict[str, Suite] = {
     "headline": functools.partial(passes, cases.HEADLINE, targets=time_targets),
     "small": functools.partial(passes, cases.SMALL, targets=time_targets),
     "sweep": functools.partial(passes, cases.SWEEP, targets=time_targets),
+    "episodes": functools.partial(passes, cases.EPISODES),
     "cells": functools.partial(passes, cases.CELLS),
     "vmap": functools.partial(passes, cases.VMAP, targets=lambda case: {"jaxrnn": cases.VMAP[case]}),
     "torch": torch,
