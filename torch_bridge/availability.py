@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_bridge import recording, rules, tiling
+from torch_bridge import imports, recording, rules, tiling
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -129,7 +129,7 @@ def should_launch_kernels(
 def triton_fails() -> str | None:
     """Returns why Triton cannot be used, and a remedy, or None; the reason lacks its subject, as in `unavailable`."""
     try:
-        from torch_bridge import gpu  # noqa: F401
+        imports.import_whole(*imports.TRITON, *imports.KERNELS)
     except (ImportError, AttributeError) as error:
         reason = f"needs Triton 3.6 or newer, and the installed one lacks what the kernels use ({error})"
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxrnn import context
 from jaxrnn._bridge import method
-from torch_bridge import rules
+from torch_bridge import imports, rules
 
 _INSTALL = "pip install '.[{}]' in a checkout of jaxrnn"
 _OR_XLA = ', or pass implementation="xla"'
@@ -165,10 +165,12 @@ def _import_fails() -> str | None:
     if used:
         method.begin_choosing()
     try:
-        from torch_bridge import compiler, gpu  # noqa: F401
-
+        imports.import_whole(*imports.TRITON)
         if used:
+            from torch_bridge import compiler
+
             compiler.run_in_background(compiler.hash_triton)
+            imports.import_whole(*imports.KERNELS)
     except (ImportError, AttributeError) as error:
         return f"needs Triton 3.6 or newer, but with the installed version its import fails ({error})"
     return None
