@@ -5,6 +5,7 @@
 
 import concurrent.futures
 import os
+import time
 from pathlib import Path
 
 import calls
@@ -30,9 +31,17 @@ def method(request, monkeypatch):
 
 
 def used_memory():
-    """Returns the bytes in use on the device and by this process on the host."""
+    """Returns the bytes in use on the device and by this process on the host.
+
+    A thread of XLA may free the last arrays after the host has their values, so the device's bytes are read until they
+    stay the same for a while.
+    """
+    readings = [None, jax.local_devices()[0].memory_stats()["bytes_in_use"]]
+    while readings[-1] != readings[-2]:
+        time.sleep(0.2)
+        readings.append(jax.local_devices()[0].memory_stats()["bytes_in_use"])
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return jax.local_devices()[0].memory_stats()["bytes_in_use"], resident
+    return readings[-1], resident
 
 
 @pytest.mark.parametrize("sizes", PROBLEMS, ids=str)
