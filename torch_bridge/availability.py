@@ -129,7 +129,7 @@ def should_launch_kernels(
 def triton_fails() -> str | None:
     """Returns why Triton cannot be used, and a remedy, or None; the reason lacks its subject, as in `unavailable`."""
     try:
-        imports.import_whole(*imports.TRITON, *imports.KERNELS)
+        imports.import_triton()
     except (ImportError, AttributeError) as error:
         reason = f"needs Triton 3.6 or newer, and the installed one lacks what the kernels use ({error})"
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":

@@ -1,8 +1,9 @@
-"""Imports what launches kernels, so that Ctrl-C leaves it whole.
+"""Imports Triton so that Ctrl-C leaves it whole.
 
 Python raises KeyboardInterrupt in the main thread, also within an import. The modules that were imported by then stay,
 but the package that was importing them does not get them as attributes again, so no later import repairs it. Another
-thread is never interrupted: Ctrl-C only ends the wait for it.
+thread is never interrupted: Ctrl-C only ends the wait for it. Modules of this package do not need it: they import one
+another by `from`, which finds what is already there.
 """
 
 from __future__ import annotations
@@ -11,13 +12,9 @@ import importlib
 import threading
 from concurrent.futures import Future
 
-# The modules of this package that import Triton, and those that import the kernels and, with them, Gluon.
-TRITON = ("gpu", "compiler")
-KERNELS = ("recurrences", "weight_grads", "input_projections", "norms")
 
-
-def import_whole(*names: str) -> None:
-    """Imports modules of this package, in another thread.
+def import_triton() -> None:
+    """Imports the modules of this package that import Triton, in another thread.
 
     Raises:
       ImportError: Triton is not installed, or lacks what the kernels use.
@@ -27,7 +24,7 @@ def import_whole(*names: str) -> None:
 
     def run() -> None:
         try:
-            for name in names:
+            for name in ("gpu", "compiler"):
                 importlib.import_module(f"torch_bridge.{name}")
             done.set_result(None)
         except BaseException as error:

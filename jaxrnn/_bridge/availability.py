@@ -165,12 +165,11 @@ def _import_fails() -> str | None:
     if used:
         method.begin_choosing()
     try:
-        imports.import_whole(*imports.TRITON)
+        imports.import_triton()
         if used:
             from torch_bridge import compiler
 
             compiler.run_in_background(compiler.hash_triton)
-            imports.import_whole(*imports.KERNELS)
     except (ImportError, AttributeError) as error:
         return f"needs Triton 3.6 or newer, but with the installed version its import fails ({error})"
     return None

@@ -87,7 +87,13 @@ print("called")
 @pytest.mark.interpret
 @pytest.mark.torch
 @pytest.mark.parametrize("front", ["jax", "torch"])
-@pytest.mark.parametrize("module", ["triton.language.core", "triton.runtime.cache", "torch_bridge.compiler"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "triton.language.core", "triton.runtime.cache", "torch_bridge.compiler", "torch_bridge.recurrences",
+        "torch_bridge.kernels.loops.streamed",
+    ],
+)  # fmt: skip
 def test_ctrl_c_during_the_imports_of_the_first_call_leaves_the_next_ones_whole(module, front):
     environment = child.environment(TRITON_INTERPRET="1")
     done = subprocess.run(
