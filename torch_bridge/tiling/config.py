@@ -62,7 +62,7 @@ class Tiling:
     def in_pieces(self, problem: Problem, device: Device) -> Self:
         """Returns the tiling with as many pieces of each sequence as can run at once, beside all other sequences.
 
-        Episodes decide how many there are. A program whose piece does not exist ends at once.
+        Episodes decide how many there are. A program whose pieces do not exist ends after it has loaded its weights.
         """
         fewest = self.fewest_pieces(problem, device)
         if not fewest or problem.steps < self.fewest_steps or "reset" not in dict(problem.dtypes):

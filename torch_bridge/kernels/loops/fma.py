@@ -103,7 +103,7 @@ class _BackwardConfig(NamedTuple):
 
 @gluon.jit
 def _load_step(i, a, tile, config: gl.constexpr):
-    """Loads what step min(i, T - 1) reads: input projections by gate, resets, and what a norm needs of the inputs."""
+    """Loads what step min(i, steps - 1) reads: input projections by gate, resets, and the statistics of a norm."""
     H: gl.constexpr = config.H
     GATES: gl.constexpr = config.GATES
     row = forward_rows(tile, i, config.REVERSE)
@@ -230,7 +230,7 @@ def forward_kernel(
 
 @gluon.jit
 def _load_saved(i, a, tile, config: gl.constexpr):
-    """Loads what step min(i, T - 1) of the backward pass reads."""
+    """Loads what step min(i, steps - 1) of the backward pass reads."""
     mask = tile.mask
     row = backward_rows(tile, i, config.REVERSE)
     at = row * config.H + tile.unit
