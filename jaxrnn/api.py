@@ -74,8 +74,8 @@ def gru(
     On an explicit mesh `xs` may be sharded over its batch axes: every device runs its shard, and the other arguments
     are resharded to match `xs`. If JAX manages the mesh (`AxisType.Auto`), the same holds for the first batch axis.
 
-    Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
-    kernels support first-order reverse mode only, and raise for other derivatives even if None picked them.
+    Derivatives of every order and mode exist. Kernels compute the results and first-order gradients. XLA computes the
+    tangents of forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients, by `lax.scan`.
 
     Returns:
       `(carry, ys)`, as from `lax.scan`, the last hidden state `[*batch, H]` and the hidden states of all steps
@@ -85,8 +85,7 @@ def gru(
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
-        the kernels is requested; the message says which limit was hit.
+      NotImplementedError: the named implementation cannot run this input; the message says which limit was hit.
 
     Examples:
       Two sequences of five steps, of which the second starts a new episode at step 2:

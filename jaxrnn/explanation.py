@@ -43,7 +43,7 @@ def explain(
       device: None explains this process. The name of a GPU, such as "a100" or "rtx4090", explains that GPU, which need
         not be present. It needs Triton and no GPU. The error for an unknown name lists all names.
       gradients: whether to trace the gradient of the function to its floating-point arguments, with the launches of a
-        training step. With None it is traced unless the function itself computes gradients with kernels, or cannot be
+        training step. With None it is traced unless the function itself computes derivatives with kernels, or cannot be
         differentiated because of a `jax.lax.while_loop`.
       **kwargs: its keyword arguments.
 
@@ -52,8 +52,8 @@ def explain(
 
     Raises:
       ValueError: `function` is not callable, or there is no GPU with the name `device`.
-      NotImplementedError: "triton" was requested for a call that it cannot run, the program has a forward-mode or a
-        second derivative of a kernel, or `device` was given, but Triton is missing.
+      NotImplementedError: "triton" was requested for a call that it cannot run, or `device` was given, but Triton is
+        missing.
 
     Examples:
       The forward and the backward pass of a module, on an H100 that need not be here:
@@ -96,7 +96,7 @@ def explain(
     if not gradients:
         result = _trace(lambda arrays: _arrays_of(call(arrays)), arrays, profile)
         launches = result.launches
-        if gradients is not None or not launches or any(launch.direction == "backward" for launch in launches):
+        if gradients is not None or not launches or any(launch.direction != "forward" for launch in launches):
             return result
 
     def differentiate(arrays: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The norms with the kernels, and their gradients: one `jax.custom_vjp` for RMSNorm and LayerNorm.
+"""The norms with the kernels, and their gradients: one `_bridge.Differentiable` for RMSNorm and LayerNorm.
 
 It works on canonical arrays `[1, *rows, N]` of one model: `vmap` adds rows, or models if the weights are batched. Row
 axes are not merged, so that each of them can be sharded.
@@ -16,8 +16,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxrnn import _bridge, sharding
+from jaxrnn.numerics import broadcast_to_rank, rounded_sum
 
 Kind = Literal["rms", "layer"]
+_Canonical = tuple[Array, Array | None, Array | None, Array | None]  # x, residual, weight, bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ def run(
     On an explicit mesh, each device runs the kernels for its shard of the rows.
     """
     run_on_device = functools.partial(_run_on_device, static)
-    arguments = _bridge.reverse_mode_only((x, weight, bias, residual))
+    arguments = x, weight, bias, residual
     spec = sharding.spec_of(x)
     if all(axis is None for axis in spec):
         return run_on_device(*sharding.replicate(arguments))
@@ -60,36 +62,48 @@ def _run_on_device(
     static: NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """Brings the arguments into canonical form, runs the kernels, and brings the results back."""
-    # Inside a `shard_map`, some arguments may vary over fewer mesh axes than others. They are unified outside of the
-    # custom_vjp, so that JAX transposes this: it sums each gradient over the axes that its argument does not vary over.
+    # Inside a `shard_map`, some arguments may vary over fewer mesh axes than others. They are unified before the norm,
+    # so that JAX transposes this: it sums each gradient over the axes that its argument does not vary over.
     x, weight, bias, residual = sharding.unify_varying_axes((x, weight, bias, residual))
     added_axes = (0,) if x.ndim > 1 else (0, 1)  # one model and, if x is a vector, one row
     canonical = jax.tree.map(lambda array: jnp.expand_dims(array, added_axes), (x, residual))
-    y, total = _norm(static, *canonical, *jax.tree.map(lambda w: w[None], (weight, bias)))
+    run = _bridge.Differentiable(f"{static.kind}_norm", static, _run_forward, _run_backward, _in_xla)
+    y, total = run((*canonical, *jax.tree.map(lambda w: w[None], (weight, bias))))
     return y.squeeze(added_axes), total.squeeze(added_axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=(0,), inline=True)
-def _norm(
-    static: NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
-) -> tuple[Array, Array]:
-    """Runs the norm on canonical arrays; returns y and `total`, which is x plus, if there is one, the residual."""
-    results = _forward(static, x, residual, weight, bias, save_residuals=False)
-    return results["y"], results["total"]
+def _run_forward(static: NormSpec, save: bool, arguments: _Canonical) -> tuple[tuple[Array, Array], dict[str, Array]]:
+    """Runs the norm on canonical arrays.
 
-
-def _forward(
-    static: NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None, save_residuals: bool
-) -> dict[str, Array]:
-    """Computes `_norm` and returns its outputs by name, with `save_residuals` also the statistics by `_statistics`."""
+    Returns:
+      `y` and `total`, which is x plus, if there is one, the residual; and, with `save`, what the backward pass needs:
+      `total` and the statistics of each row.
+    """
+    x, residual, weight, bias = arguments
     outputs = [_bridge.Output("y", static.dtype)]
     if residual is not None:
         outputs.append(_bridge.Output("total", x.dtype))
-    if save_residuals:
-        outputs += [_bridge.Output(name, jnp.dtype(jnp.float32)) for name in _statistics(static)]
+    statistics = (("mean", "rstd") if static.kind == "layer" else ("rstd",)) if save else ()
+    outputs += [_bridge.Output(name, jnp.dtype(jnp.float32)) for name in statistics]
     arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    return {"total": x} | _launch(static, "fwd", arrays, outputs)
+    results = {"total": x} | _launch(static, "fwd", arrays, outputs)
+    saved = {name: results[name] for name in ("total", *statistics)} if save else {}
+    return (results["y"], results["total"]), saved
+
+
+def _run_backward(
+    static: NormSpec, arguments: _Canonical, saved: dict[str, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    _, residual, weight, bias = arguments
+    dy, dtotal = cotangents
+    outputs = [_bridge.Output("dx", saved["total"].dtype)]
+    outputs += [_bridge.Output(name, w.dtype) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None]
+    has_residual = residual is not None
+    arrays = {"dy": dy, "x": saved["total"], "dtotal": dtotal if has_residual else None, "weight": weight}
+    arrays |= {name: x for name, x in saved.items() if name != "total"}
+    results = _launch(static, "bwd", arrays, outputs)
+    dx = results["dx"]
+    return dx, dx if has_residual else None, results.get("dweight"), results.get("dbias")
 
 
 def _launch(
@@ -105,28 +119,25 @@ def _launch(
     return sharding.shard_over_vmapped_axes(run, arrays)
 
 
-def _statistics(static: NormSpec) -> tuple[str, ...]:
-    """Returns the names of the statistics of each row that the forward pass saves for the backward pass."""
-    return ("mean", "rstd") if static.kind == "layer" else ("rstd",)
+def _in_xla(static: NormSpec, arguments: _Canonical) -> tuple[Array, Array]:
+    x, residual, weight, bias = arguments
+    weight, bias = jax.tree.map(lambda w: w[0], (weight, bias))
+    return compute(static, x, weight, bias, residual)
 
 
-def _norm_fwd(
-    static: NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
-) -> tuple[Any, Any]:
-    results = _forward(static, x, residual, weight, bias, save_residuals=True)
-    saved = results["total"], {name: results[name] for name in _statistics(static)}
-    return (results["y"], results["total"]), (*saved, weight, bias, residual is not None)
-
-
-def _norm_bwd(static: NormSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    total, statistics, weight, bias, has_residual = residuals
-    dy, dtotal = cotangents
-    outputs = [_bridge.Output("dx", total.dtype)]
-    outputs += [_bridge.Output(name, w.dtype) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None]
-    arrays = {"dy": dy, "x": total, "dtotal": dtotal if has_residual else None, "weight": weight} | statistics
-    results = _launch(static, "bwd", arrays, outputs)
-    dx = results["dx"]
-    return dx, dx if has_residual else None, results.get("dweight"), results.get("dbias")
-
-
-_norm.defvjp(_norm_fwd, _norm_bwd)
+def compute(
+    static: NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
+) -> tuple[Array, Array]:
+    """Computes what `run` returns with `jax.numpy`."""
+    dtypes = [static.dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
+    dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32  # `jax_numpy_dtype_promotion` may forbid promotion
+    total = x if residual is None else rounded_sum(x, residual)
+    y = total.astype(dtype)
+    if static.kind == "layer":
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + static.epsilon)
+    if weight is not None:
+        y = y * broadcast_to_rank(weight, y)
+    if bias is not None:
+        y = y + broadcast_to_rank(bias, y)
+    return y.astype(static.dtype), total

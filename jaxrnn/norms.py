@@ -19,7 +19,7 @@ from jaxrnn import _bridge, norm_kernels, sharding
 from jaxrnn.checks import Caller, Implementation, check_epsilon, check_floating, check_implementation
 from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe_arrays
 from jaxrnn.norm_kernels import Kind, NormSpec
-from jaxrnn.numerics import broadcast_to_rank, rounded_sum
+from jaxrnn.numerics import rounded_sum
 from torch_bridge.docstrings import inherit_descriptions
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -101,16 +101,15 @@ def rms_norm(
     arguments are resharded to match `x`. The same holds if JAX manages the mesh (`AxisType.Auto`). Gradients of
     `weight` and `bias` are summed over devices.
 
-    Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
-    kernels support first-order reverse mode only, and raise for other derivatives even if None picked them.
+    Derivatives of every order and mode exist. Kernels compute the results and first-order gradients. XLA computes the
+    tangents of forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients.
 
     Returns:
       `y`, with the shape and dtype of `x`; with a residual, `(y, x + residual)`.
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
-        the kernels is requested; the message says which limit was hit.
+      NotImplementedError: the named implementation cannot run this input; the message says which limit was hit.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -287,13 +286,6 @@ def _choose(
     )  # fmt: skip
 
 
-def _statistics(kind: Kind, x: Array, epsilon: float) -> tuple[Array, Array]:
-    """Returns `x`, with its mean subtracted for LayerNorm, and the factor `[..., 1]` that the norm scales it by."""
-    if kind == "layer":
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-    return x, jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
-
-
 @functools.partial(jax.jit, static_argnums=(0,))
 def _xla(
     static: NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
@@ -305,13 +297,4 @@ def _xla(
         weight, bias, residual = sharding.reshard(
             (weight, bias, residual), jax.typeof(x).sharding.mesh, (columns, columns, rows)
         )
-    dtypes = [static.dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
-    dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32  # `jax_numpy_dtype_promotion` may forbid promotion
-    total = x if residual is None else rounded_sum(x, residual)
-    y, factor = _statistics(static.kind, total.astype(dtype), static.epsilon)
-    y = y * factor
-    if weight is not None:
-        y = y * broadcast_to_rank(weight, y)
-    if bias is not None:
-        y = y + broadcast_to_rank(bias, y)
-    return y.astype(static.dtype), total
+    return norm_kernels.compute(static, x, weight, bias, residual)

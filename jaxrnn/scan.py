@@ -156,7 +156,7 @@ def run(spec: RecurrenceSpec, call: Call) -> tuple[tuple[Array, ...], tuple[Arra
       The last states, and the states named in `spec.returned` of every step, each in the dtype of its initial state.
     """
     cell, time_major = spec.cell, spec.time_major
-    params, states, xs, resets, reset_states = call[:5]
+    params, states, xs, resets, reset_states, first, _ = call
     dtype = accumulation_dtype(*states, xs, *(w for w in params if w is not None))
     operand_dtype = call.operand_dtype
     projection = getattr(params, "w_hr", None)
@@ -165,13 +165,18 @@ def run(spec: RecurrenceSpec, call: Call) -> tuple[tuple[Array, ...], tuple[Arra
     )
     if resets is not None:
         resets = expand_resets(jnp.moveaxis(resets, 0 if time_major else -1, 0), xs.ndim)
-    loop = _make_loop(cell, params, xs, xs.shape[0 if time_major else -2], spec.precision, dtype)
+    steps = xs.shape[0 if time_major else -2]
+    loop = _make_loop(cell, params, xs, steps, spec.precision, dtype)
+    begins = None if first is None else jnp.arange(steps) == (steps - 1 if spec.reverse else 0)
 
     def step(before: tuple[Array, ...], inputs: Any) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        x, reset, each = inputs
+        x, reset, each, is_first = inputs
         new = [one if one is not None else always for one, always in zip(each, fixed, strict=True)]
         before = tuple(select_reset(reset, one, state) for one, state in zip(new, before, strict=True))
         gates, x_last = loop.gates(x, before[0]), None
+        if first is not None:
+            added = jnp.split(jnp.where(is_first, first, jnp.zeros_like(first)), cell.gates, axis=-1)
+            gates = [*map(jnp.add, gates, added), *gates[cell.gates :]]
         if cell.last_gate_separate:
             *gates, x_last, h_last = gates
             gates.append(h_last + broadcast_to_rank(params.b_hn, h_last))
@@ -183,7 +188,7 @@ def run(spec: RecurrenceSpec, call: Call) -> tuple[tuple[Array, ...], tuple[Arra
 
     inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)
     initial = tuple(state.astype(dtype) for state in states)
-    last, sequences = jax.lax.scan(step, initial, (inputs, resets, stepped), reverse=bool(spec.reverse))
+    last, sequences = jax.lax.scan(step, initial, (inputs, resets, stepped, begins), reverse=bool(spec.reverse))
     if not time_major:
         sequences = tuple(jnp.moveaxis(y, 0, -2) for y in sequences)
     return tuple(x.astype(state.dtype) for x, state in zip(last, states, strict=True)), sequences

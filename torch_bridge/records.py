@@ -60,20 +60,23 @@ class LaunchRecord:
 
     Attributes:
       computes: what it computes: a cell or a norm by its name, "input projection" or "weight gradients".
-      direction: the pass that it belongs to, "forward" or "backward".
+      direction: the pass that it belongs to, "forward" or "backward"; in `jaxrnn` also "tangent": no kernel, but XLA
+        computes tangents of the passes, or their transposes.
       loop: for a recurrence, the family of its time loop: "streamed", "resident", "fma", "split", "split_registers" or
         "rows", or "scan" if `lax.scan` in XLA replaces the launch because it is estimated to be faster; None for other
         launches.
-      kernels: the names of its kernels, as profilers show them; none if `lax.scan` replaces it.
+      kernels: the names of its kernels, as profilers show them; none if XLA computes it.
       programs: the number of programs (thread blocks) of each kernel.
-      tiling: how the first kernel divides the problem among its programs, an object of `torch_bridge`; None for
-        `lax.scan`.
-      problem: sizes, dtypes and options, by which tiling and family were chosen, an object of `torch_bridge`.
-      times: how often one run of the compiled function launches it; None inside a `while_loop`, where that is unknown.
+      tiling: how the first kernel divides the problem among its programs, an object of `torch_bridge`; None if
+        XLA computes it.
+      problem: sizes, dtypes and options, by which tiling and family were chosen, an object of `torch_bridge`; None for
+        tangents.
+      times: how often one run of the compiled function launches it; None inside a `while_loop`, where that is unknown,
+        and for tangents.
     """
 
     computes: str
-    direction: Literal["forward", "backward"]
+    direction: Literal["forward", "backward", "tangent"]
     loop: str | None
     kernels: tuple[str, ...]
     programs: tuple[int, ...]
@@ -101,6 +104,8 @@ class LaunchRecord:
         return "float32" if self.tiling.in_float32 else str(self.problem.precision)
 
     def __str__(self) -> str:
+        if self.direction == "tangent":
+            return f"{self.computes} tangent: XLA, because kernels compute no derivative but the first gradient"
         what = (
             f"{self.computes} {self.direction}" if self.loop is not None or "norm" in self.computes else self.computes
         )
@@ -130,6 +135,11 @@ def record_launch(computes: str, direction: str, launch: Any) -> LaunchRecord:
     )  # fmt: skip
 
 
+def record_tangent(computes: str) -> LaunchRecord:
+    """Describes tangents that XLA computes, given the cell or the norm that they are tangents of."""
+    return LaunchRecord(computes, "tangent", None, (), (), None, None, times=None)
+
+
 def describe_choice(name: str, arguments: str, implementation: str, reason: str) -> str:
     """Returns the sentence that explanations and logs say about a call."""
     return f"{name}({arguments}) runs {implementation}: {reason}"
@@ -157,7 +167,8 @@ class CallExplanation:
         replace a launch, whose `loop` is then "scan".
       reason: why it is chosen.
       unavailable: why "triton" cannot run the call here, and what it needs; None if it can.
-      launches: what the call launches, forward and backward; empty if it runs no kernels.
+      launches: what the call launches, forward and backward, and the tangents that XLA computes; empty if it runs no
+        kernels.
     """
 
     name: str

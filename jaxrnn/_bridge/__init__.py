@@ -8,8 +8,8 @@ on the shard of a device; `lowering._lower_shard`; and the function from `loweri
 
 Launches reach a GPU by one of two methods, and `method` chooses: `callback` has the functions that XLA calls with its
 own buffers and stream, and `native` a handler in C. XLA captures the calls of both in its CUDA graphs. `availability`
-says whether the kernels can run here. `reverse_mode` makes forward mode raise. `launch_record` describes launches for
-`jaxrnn.explain` and the log.
+says whether the kernels can run here. `derivatives` makes functions that launch differentiable. `launch_record`
+describes launches for `jaxrnn.explain` and the log.
 """
 
 from jaxrnn._bridge import lowering as lowering
@@ -25,6 +25,7 @@ from jaxrnn._bridge.availability import (
     unsupported_norm,
     unusable,
 )
+from jaxrnn._bridge.derivatives import Differentiable
 from jaxrnn._bridge.launch_kind import Output
 from jaxrnn._bridge.launch_record import find_launches
 from jaxrnn._bridge.method import LaunchMethod, launch_method
@@ -32,7 +33,6 @@ from jaxrnn._bridge.native import register as register_native_launch
 from jaxrnn._bridge.norm import launch_norm
 from jaxrnn._bridge.projection import launch_projection, may_launch_projection
 from jaxrnn._bridge.recurrence import launch, may_have_float32_residuals
-from jaxrnn._bridge.reverse_mode import reverse_mode_only
 from jaxrnn._bridge.weight_grads import (
     is_features_first_profitable,
     is_weight_grads_launch_profitable,
@@ -40,6 +40,7 @@ from jaxrnn._bridge.weight_grads import (
 )
 
 __all__ = [
+    "Differentiable",
     "LaunchMethod",
     "Output",
     "chosen_device",
@@ -58,7 +59,6 @@ __all__ = [
     "on_gpu",
     "profile",
     "register_native_launch",
-    "reverse_mode_only",
     "symbolic_size",
     "unsupported",
     "unsupported_norm",

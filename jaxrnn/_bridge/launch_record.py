@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxrnn._bridge.derivatives import TANGENT, tangent_p
 from jaxrnn._bridge.primitive import launch_p
-from jaxrnn._bridge.reverse_mode import refuse_to_differentiate, tangent_p
-from torch_bridge.records import DIRECTIONS, LaunchRecord, record_launch
+from torch_bridge.records import DIRECTIONS, LaunchRecord, record_launch, record_tangent
 
 if TYPE_CHECKING:
     from jaxrnn._bridge.launch_kind import LaunchKind
@@ -31,22 +31,23 @@ def record_of(kind: LaunchKind, launch: Any, arrays: Mapping[str, Any]) -> Launc
 def find_launches(
     jaxpr: Jaxpr, device: Any, within: str = "", prefix: str = "", times: int | None = 1
 ) -> Iterator[tuple[str, LaunchRecord | None]]:
-    """Yields what a program launches on a device, in the order of its text.
+    """Yields what a program launches on a device, and the tangents that XLA computes, in the order of its text.
 
     Every record comes with the name of the innermost function around it whose name begins with `prefix`, or with
     `within`. At the begin of each such function, its name comes with None.
-
-    Raises:
-      NotImplementedError: the program has a tangent of a launch, which cannot be lowered.
     """
     for eqn in jaxpr.eqns:
         params = dict(eqn.params)
         if eqn.primitive is tangent_p:
-            refuse_to_differentiate()
+            yield within, record_tangent(params["linear"].function.name)
+            continue
         if eqn.primitive is launch_p:
             yield from ((within, record) for record in _record(eqn, device, times))
             continue
         name = params.get("name")
+        if isinstance(name, str) and name.startswith(TANGENT):
+            yield within, record_tangent(name.removeprefix(TANGENT))
+            continue
         inner = name if isinstance(name, str) and name.startswith(prefix) else within
         if inner != within:
             yield inner, None

@@ -1,4 +1,4 @@
-"""How the primitives trace: result types, eager evaluation, `vmap`, and differentiation, which raises."""
+"""How the primitives trace: result types, eager evaluation and `vmap`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.interpreters import ad, batching
+from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrnn import context
 from jaxrnn._bridge import availability
 from jaxrnn._bridge.method import cuda_method
 from jaxrnn._bridge.primitive import launch_p, launch_shard_p
-from jaxrnn._bridge.reverse_mode import refuse_to_differentiate
 
 if TYPE_CHECKING:
     from jax import Array
@@ -78,11 +77,3 @@ launch_p.def_abstract_eval(_trace)
 launch_p.def_impl(_run)
 launch_shard_p.def_abstract_eval(_abstract_eval)
 batching.primitive_batchers[launch_p] = _batch
-ad.primitive_jvps[launch_p] = refuse_to_differentiate
-
-try:  # there are no public names
-    from jax._src.checkify import error_checks, nan_error_check
-except ImportError:  # without a rule, `checkify` does not check what the kernels return
-    pass
-else:
-    error_checks[launch_p] = functools.partial(nan_error_check, launch_p)

@@ -1,10 +1,10 @@
 """The path from a recurrence's arguments to the kernels and back, with gradients.
 
 A call passes through `run.run_kernels`, which runs it on each device, in one direction or both;
-`layout.run_canonical`, which converts arguments to the kernels' form; `recurrence.recurrence`, the `jax.custom_vjp` on
-that form, with the passes `_forward` and `_backward`; `chunks.in_chunks`, which runs a pass for all steps at once or,
-with `remat`, for a part of them at a time; and `launch.launch_pass`, which calls `_bridge.launch`. `mesh` is for
-explicit meshes, and `projected_state` for states with a projection.
+`layout.run_canonical`, which converts arguments to the kernels' form; `recurrence.recurrence`, whose passes on that
+form are `_forward` and `_backward`; `chunks.in_chunks`, which runs a pass for all steps at once or, with `remat`, for a
+part of them at a time; and `launch.launch_pass`, which calls `_bridge.launch`. `mesh` is for explicit meshes,
+`projected_state` for states with a projection, and `in_scan` for derivatives of higher order.
 """
 
 from jaxrnn.kernel_vjp.mesh import reshard_call

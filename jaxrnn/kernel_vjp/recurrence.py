@@ -1,4 +1,4 @@
-"""The recurrence with the kernels, on canonical arrays: one `jax.custom_vjp` for all cells.
+"""The recurrence with the kernels, on canonical arrays: one `_bridge.Differentiable` for all cells.
 
 Canonical arrays are `[G, T, B, W]`: G groups of B sequences, time first inside a group. The batching rule of a launch
 turns the axis of a `jax.vmap` into groups, or into models if weights are batched. Each pass is a function of
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.call import Call
 from jaxrnn.cells import norm
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import History, history_of
+from jaxrnn.kernel_vjp.in_scan import in_scan
 from jaxrnn.kernel_vjp.launch import forward_inputs, forward_weights, launch_pass, possible_first_steps
 from jaxrnn.kernel_vjp.recompute import can_compute_from_states, recomputed_residuals, residuals_from_states
 from jaxrnn.kernel_vjp.spec import KernelSpec, has_residuals_in_place, residual_outputs
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=(0,), inline=True)
 def recurrence(spec: KernelSpec, call: Call) -> tuple[tuple[Array, ...], dict[str, Array]]:
     """Runs the recurrence on canonical arrays; returns the last states and, by name, the states of every step.
 
@@ -44,25 +42,19 @@ def recurrence(spec: KernelSpec, call: Call) -> tuple[tuple[Array, ...], dict[st
         `first` for the product of its initial hidden state and the recurrent weights. `in_reverse` is given if
         `spec.reverse` is "bidirectional".
     """
-    last, sequences, _ = sharding.shard_over_vmapped_axes(functools.partial(_forward, spec, False), call)
-    return last, sequences
+    run = _bridge.Differentiable(spec.cell.name, spec, _run_forward, _run_backward, in_scan)
+    return run(call._replace(resets=jax.lax.stop_gradient(call.resets)))
 
 
-def _recurrence_fwd(spec: KernelSpec, call: Call) -> tuple[Any, tuple[Call, dict[str, Array]]]:
-    """Also returns what the backward pass needs: the call and, by name, residuals or states, which `remat` saves."""
-    last, sequences, results = sharding.shard_over_vmapped_axes(functools.partial(_forward, spec, True), call)
+def _run_forward(spec: KernelSpec, save: bool, call: Call) -> tuple[Any, dict[str, Array]]:
+    """Also returns what the backward pass needs by name: residuals or, with `remat`, states; {} without `save`."""
+    last, sequences, results = sharding.shard_over_vmapped_axes(functools.partial(_forward, spec, save), call)
     needed = [f"{s}s" for s in spec.cell.states] if spec.remat else [*dict(spec.cell.residuals), "scale", "hs"]
-    return (last, sequences), (call, {name: results[name] for name in needed if name in results})
+    return (last, sequences), {name: results[name] for name in needed if save and name in results}
 
 
-def _recurrence_bwd(spec: KernelSpec, kept: tuple[Call, dict[str, Array]], cotangents: Any) -> tuple[Call]:
-    call, saved = kept
-    grads = sharding.shard_over_vmapped_axes(functools.partial(_backward, spec), call, saved, cotangents)
-    resets, in_reverse = map(_zero_cotangent, (call.resets, call.in_reverse))
-    return (grads._replace(resets=resets, in_reverse=in_reverse),)
-
-
-recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
+def _run_backward(spec: KernelSpec, call: Call, saved: dict[str, Array], cotangents: Any) -> Call:
+    return sharding.shard_over_vmapped_axes(functools.partial(_backward, spec), call, saved, cotangents)
 
 
 def _forward(
@@ -240,12 +232,3 @@ def _chunk_size(spec: KernelSpec, call: Call) -> int:
     size = chunk_steps(spec.cell, call.xs, spec.hidden) if spec.remat else steps
     assert size == steps or call.in_reverse is None, "chunks run in one order, so both directions need their own calls"
     return size
-
-
-def _zero_cotangent(x: Array | None) -> Any:
-    """Returns the zero gradient that `jax.custom_vjp` requires for an argument that has no gradient."""
-    if x is None:
-        return None
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)

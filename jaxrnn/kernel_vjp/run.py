@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrnn import _bridge, sharding
+from jaxrnn import sharding
 from jaxrnn.call import Call, RecurrenceSpec
 from jaxrnn.kernel_vjp import projected_state
 from jaxrnn.kernel_vjp.chunks import chunk_steps
@@ -28,7 +28,6 @@ def run_kernels(spec: RecurrenceSpec, call: Call) -> Any:
     """
     bidirectional = spec.reverse == "bidirectional"
     on_device = functools.partial(_run_both_directions if bidirectional else _run_on_device, spec)
-    call = _bridge.reverse_mode_only(call)
     check_only_batch_axes_sharded(call.xs, spec.time_major)
     batch_axes = batch_spec(call.xs, spec.time_major)
     if not batch_axes:
@@ -68,7 +67,7 @@ def _run_both_directions(spec: RecurrenceSpec, call: Call) -> tuple[Any, Any]:
 
 def _run_on_device(spec: RecurrenceSpec, call: Call) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Runs a recurrence on one device, also an LSTM with a projection; results are as in `run_kernels`."""
-    # outside of the `custom_vjp`: the transpose of this call sums an argument's gradient over the `shard_map` axes that
+    # outside of `recurrence`: the transpose of this call sums an argument's gradient over the `shard_map` axes that
     # the argument does not vary over
     call = sharding.unify_varying_axes(call)
     w_hr = getattr(call.params, "w_hr", None)

@@ -224,8 +224,17 @@ def test_explain_reports_a_training_step_as_it_is():
     assert explanation.implementation == "triton"
     assert [(x.direction, x.times) for x in explanation.launches] == [("forward", 10), ("backward", 10)]
     assert ", 10 times;" in str(explanation)
-    with pytest.raises(NotImplementedError) as info:  # a derivative of gradients
-        jaxrnn.explain(step, *arrays, device="a100", gradients=True)
+    derivative = jaxrnn.explain(step, *arrays, device="a100", gradients=True)  # of gradients
+    assert {x.direction for x in derivative.launches} == {"forward", "backward", "tangent"}
+
+
+@pytest.mark.torch
+def test_an_error_of_the_traced_gradient_says_how_to_explain_without():
+    def run(params, carry, xs):
+        return jax.pure_callback(lambda x: x, F32((T, B, H)), outputs_of_gru(params, carry, xs))
+
+    with pytest.raises(ValueError, match="Pure callbacks do not support JVP") as info:
+        jaxrnn.explain(run, *gru_arrays(), device="a100")
     assert any("gradients=False" in note for note in info.value.__notes__)
 
 
@@ -241,17 +250,28 @@ TANGENTS = {
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    ("name", "gradients"), [*((name, None) for name in TANGENTS), ("jvp", False), ("jvp-of-grad", False)]
-)
-def test_explain_raises_for_a_derivative_that_cannot_be_lowered(name, gradients):
+@pytest.mark.parametrize("name", TANGENTS)
+def test_explain_says_what_xla_computes_of_a_derivative(name):
     def differentiate(params, carry, xs):
         return TANGENTS[name](lambda xs: outputs_of_gru(params, carry, xs).sum(), xs)
 
     arrays = gru_arrays()
-    with pytest.raises(NotImplementedError, match=r'no forward-mode and no second derivative.*implementation="xla"'):
-        jaxrnn.explain(differentiate, *arrays, device="a100", gradients=gradients)
-    assert jaxrnn.explain(differentiate, *arrays, gradients=False).implementation == "xla"  # on the CPU
+    explanation = jaxrnn.explain(differentiate, *arrays, device="a100")
+    kernels = {launch.direction: launch.kernels for launch in explanation.launches}
+    assert explanation.implementation == "triton"
+    assert kernels.pop("tangent") == () and all(kernels.values())
+    assert [*kernels] == ["forward", *["backward"] * ("grad" in name)]
+    assert "gru tangent: XLA, because kernels compute no derivative but the first gradient" in str(explanation)
+    assert jaxrnn.explain(differentiate, *arrays).implementation == "xla"  # on the CPU
+
+
+@pytest.mark.torch
+def test_explain_says_what_xla_computes_of_a_derivative_of_a_norm():
+    run = lambda x: jax.jvp(jax.grad(lambda x: jaxrnn.rms_norm(x, implementation="triton").sum()), (x,), (x,))  # noqa: E731
+    launches = jaxrnn.explain(run, F32((T, H)), device="a100").launches
+    assert {(x.computes, x.direction) for x in launches} == {
+        ("rms_norm", "forward"), ("rms_norm", "backward"), ("rms_norm", "tangent"),
+    }  # fmt: skip
 
 
 @pytest.mark.torch

@@ -123,17 +123,6 @@ def another_checkpoint(monkeypatch):
     LSTM().apply(params, LSTM.initialize_carry(B, H), ins)
 
 
-def forward_mode(monkeypatch):
-    """The call is traced as for a GPU; neither launch nor derivative are compiled."""
-    params = jaxrnn.GRUParams(jnp.ones((D, 3 * H)), jnp.ones((H, 3 * H)), jnp.ones(3 * H), jnp.ones(H))
-
-    def run(xs):
-        return jaxrnn.gru(params, jnp.zeros((B, H)), xs, implementation="triton")[1]
-
-    xs = jnp.ones((T, B, D))
-    jax.jvp(run, (xs,), (xs,))
-
-
 REFUSED = {
     "needs triton, which is not installed": no_triton,
     "needs Triton 3.6 or newer, but with the installed version its import fails": older_triton,
@@ -148,7 +137,6 @@ REFUSED = {
 }
 QUOTED = {
     "the given parameters must be under ...": (another_checkpoint, ValueError),
-    "the Triton kernels have no forward-mode and no second derivative": (forward_mode, NotImplementedError),
 }
 
 
@@ -168,9 +156,7 @@ def test_the_kernels_refuse_with_the_message(text, monkeypatch):
         REFUSED[text](monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "text", [pytest.param(text, marks=[pytest.mark.interpret] * ("forward-mode" in text)) for text in QUOTED]
-)
+@pytest.mark.parametrize("text", QUOTED)
 def test_a_quoted_message_is_raised(text, monkeypatch):
     wrong_call, error = QUOTED[text]
     with pytest.raises(error, match=pattern(text)):

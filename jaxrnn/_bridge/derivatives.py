@@ -1,0 +1,363 @@
+"""Derivatives of functions that kernels compute: the first gradient by kernels, all others by XLA.
+
+Three primitives are closed under differentiation, so that derivatives of every order exist. `function_p` runs the
+forward kernels. Its derivative is `tangent_p`, the linear map from tangents of the arguments to tangents of the
+results. `gradient_p` is the transpose of `tangent_p`, and runs the backward kernels. Reverse mode transposes
+`tangent_p` without evaluating it. Where it is evaluated, as in forward mode, and for the derivative of either map by
+the arguments, XLA differentiates `Differentiable.reference`.
+
+They are primitives because JAX keeps the rules of these, while it drops that of a `jax.custom_jvp` when it moves
+constants out of a loop or transposes a gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jax import Array
+
+# Beginning of the name of the functions by which XLA computes the derivative of a linear map, which `explain` finds.
+TANGENT = "jaxrnn_tangent_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Differentiable:
+    """A function of a pytree of arrays that kernels compute, with derivatives of every order in both modes.
+
+    Attributes:
+      name: what it computes, such as "gru" or "rms_norm".
+      static: its static options, which the three functions below take first.
+      forward: maps (static, whether to save residuals, arguments) to (results, residuals), by kernels.
+      backward: maps (static, arguments, residuals, cotangents) to the gradients of the arguments, by kernels; it has
+        None for an argument without a gradient.
+      reference: maps (static, arguments) to the results, by operations that XLA differentiates.
+    """
+
+    name: str
+    static: Hashable
+    forward: Callable[[Any, bool, Any], tuple[Any, Any]]
+    backward: Callable[[Any, Any, Any, Any], Any]
+    reference: Callable[[Any, Any], Any]
+
+    def __call__(self, arguments: Any) -> Any:
+        return _apply(self, arguments)
+
+
+# Not needed for derivatives, but `function_p` is traced, and its kernels begin to compile, before JAX knows whether it
+# differentiates. The rule of a `jax.custom_jvp` replaces it.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _apply(function: Differentiable, arguments: Any) -> Any:
+    leaves, structure = jax.tree.flatten(arguments)
+    call = _Call(function, structure, save=False)
+    launches, (results, _) = _trace(_run_forward, call, leaves)
+    return jax.tree.unflatten(results, function_p.bind(*leaves, call=call, **launches))
+
+
+def _apply_jvp(function: Differentiable, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(primals[0])
+    along = [ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in jax.tree.leaves(tangents)]
+    structure, *flat = _differentiate(_Call(function, structure, save=False), leaves, along)
+    results, along = (jax.tree.unflatten(structure, x) for x in flat)
+    return results, along
+
+
+_apply.defjvp(_apply_jvp, symbolic_zeros=True)
+
+
+class _Vmap(NamedTuple):
+    """A `jax.vmap` around a primitive: its size, and which axis of each operand and result it maps, or None.
+
+    Attributes:
+      fixed: the axes of the leaves of the arguments and, for a linear map, of the residuals.
+      tangents: for a linear map, the axes of the tangents of arguments. Where one is None, the gradient is a sum.
+      results: for a linear map, the axes of the tangents of results.
+    """
+
+    size: int
+    spmd_axis_name: Any
+    fixed: tuple[int | None, ...]
+    tangents: tuple[int | None, ...] = ()
+    results: tuple[int | None, ...] = ()
+
+    def __call__(self, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+        return jax.vmap(function, in_axes, out_axes, axis_size=self.size, spmd_axis_name=self.spmd_axis_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static of `function_p`. Its operands are the leaves of the arguments.
+
+    Attributes:
+      function: the function.
+      arguments: the pytree structure of its arguments.
+      save: whether its residuals are results too.
+      vmaps: each `jax.vmap` around it, the innermost first.
+    """
+
+    function: Differentiable
+    arguments: Any
+    save: bool
+    vmaps: tuple[_Vmap, ...] = ()
+
+    def run(self, *leaves: Array) -> tuple[Any, Any]:
+        """Computes the results and the residuals by the forward kernels."""
+
+        def run(*leaves: Array) -> tuple[Any, Any]:
+            arguments = jax.tree.unflatten(self.arguments, leaves)
+            return self.function.forward(self.function.static, self.save, arguments)
+
+        for vmap in self.vmaps:
+            run = vmap(run, vmap.fixed, 0)
+        return run(*leaves)
+
+    def derivative(self, moving: tuple[int, ...], results: Any, residuals: Any) -> _LinearMap:
+        """Returns the derivative by the leaves `moving`, given the pytree structures of results and residuals."""
+        vmaps = tuple(
+            vmap._replace(
+                fixed=(*vmap.fixed, *(0,) * residuals.num_leaves), tangents=tuple(vmap.fixed[i] for i in moving),
+                results=(0,) * results.num_leaves,
+            )
+            for vmap in self.vmaps
+        )  # fmt: skip
+        return _LinearMap(self.function, self.arguments, residuals, results, moving, vmaps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LinearMap:
+    """What is static of `tangent_p`, which is linear, and of `gradient_p`, its transpose.
+
+    Their operands are the leaves of arguments and residuals, followed by tangents of arguments or by cotangents.
+
+    Attributes:
+      function: the function that it is the derivative of.
+      arguments, residuals, results: their pytree structures.
+      moving: which leaves of the arguments have tangents and, of the transpose, gradients.
+      vmaps: each `jax.vmap` around it, the innermost first.
+    """
+
+    function: Differentiable
+    arguments: Any
+    residuals: Any
+    results: Any
+    moving: tuple[int, ...]
+    vmaps: tuple[_Vmap, ...]
+
+    @property
+    def fixed(self) -> int:
+        """The number of operands that the map is not linear in."""
+        return int(self.arguments.num_leaves + self.residuals.num_leaves)
+
+    def in_xla(self, transposed: bool, *operands: Array) -> list[Array]:
+        """Computes the map or its transpose by differentiating the reference."""
+        return self._under_vmaps(self._pull_reference if transposed else self._push_reference, transposed)(*operands)
+
+    def by_kernels(self, *operands: Array) -> list[Array]:
+        """Computes the transpose by the backward kernels."""
+        return self._under_vmaps(self._run_backward, transposed=True)(*operands)
+
+    def _under_vmaps(self, run: Callable[..., list[Array]], transposed: bool) -> Callable[..., list[Array]]:
+        for vmap in self.vmaps:
+            inputs, outputs = (vmap.results, vmap.tangents) if transposed else (vmap.tangents, vmap.results)
+            run = _sum_unmapped(vmap(run, (*vmap.fixed, *inputs), [axis or 0 for axis in outputs]), outputs)
+        return run
+
+    def _run_backward(self, *operands: Array) -> list[Array]:
+        split = self.arguments.num_leaves
+        arguments, residuals, cotangents = map(
+            jax.tree.unflatten, (self.arguments, self.residuals, self.results),
+            (operands[:split], operands[split : self.fixed], operands[self.fixed :]),
+        )  # fmt: skip
+        gradients = self.function.backward(self.function.static, arguments, residuals, cotangents)
+        leaves = self.arguments.flatten_up_to(gradients)
+        return [leaves[i] for i in self.moving]
+
+    def _push_reference(self, *operands: Array) -> list[Array]:
+        return list(jax.jvp(*self._reference_at(operands), list(operands[self.fixed :]))[1])
+
+    def _pull_reference(self, *operands: Array) -> list[Array]:
+        run, moving = self._reference_at(operands)
+        return list(jax.vjp(run, *moving)[1](list(operands[self.fixed :])))
+
+    def _reference_at(self, operands: Sequence[Array]) -> tuple[Callable[..., list[Array]], list[Array]]:
+        """Returns the reference as a function of the leaves that have tangents, and these leaves."""
+
+        def run(*moving: Array) -> list[Array]:
+            leaves = _replaced(operands[: self.arguments.num_leaves], self.moving, moving)
+            arguments = jax.tree.unflatten(self.arguments, leaves)
+            return jax.tree.leaves(self.function.reference(self.function.static, arguments))
+
+        return run, [operands[i] for i in self.moving]
+
+
+def _sum_unmapped(run: Callable[..., list[Array]], axes: Sequence[int | None]) -> Callable[..., list[Array]]:
+    """Returns `run` with results summed over axis 0 where `axes` is None."""
+    return lambda *operands: [x.sum(0) if axis is None else x for x, axis in zip(run(*operands), axes, strict=True)]
+
+
+def _replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    """Returns `values` with those at the indices `where` replaced."""
+    changed = dict(zip(where, by, strict=True))
+    return [changed.get(i, x) for i, x in enumerate(values)]
+
+
+# The parameters of the primitives are `call` or `linear`, and what the types of the results follow from: for those that
+# launch kernels the jaxpr, in which `explain` finds the launches, and for `tangent_p`, whose operations are traced when
+# they are lowered, `types`.
+function_p, tangent_p, gradient_p = map(Primitive, ("jaxrnn_function", "jaxrnn_tangent", "jaxrnn_gradient"))
+_run_forward = jax.jit(_Call.run, static_argnums=0, inline=True)
+_run_backward = jax.jit(_LinearMap.by_kernels, static_argnums=0, inline=True)
+_run_tangent = jax.jit(_LinearMap.in_xla, static_argnums=(0, 1), inline=True)
+
+
+def _trace(run: Callable[..., Any], static: Any, operands: Sequence[Array]) -> tuple[dict[str, Any], Any]:
+    """Traces a function that launches; returns parameters of a primitive, and the structure of each of its results."""
+    traced, shapes = jax.make_jaxpr(functools.partial(run, static), return_shape=True)(*operands)
+    # without the launches whose results nobody needs, such as of gradients of weights that have no tangent
+    jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
+    return {"jaxpr": jaxpr, "consts": tuple(traced.consts)}, [jax.tree.structure(x) for x in shapes]
+
+
+def _bind_gradient(linear: _LinearMap, operands: Sequence[Array]) -> list[Array]:
+    launches, _ = _trace(_run_backward, linear, operands)
+    return gradient_p.bind(*operands, linear=linear, **launches)
+
+
+def _run_jaxpr(*operands: Array, jaxpr: Any, consts: Any, **_: Any) -> list[Array]:
+    return jax.core.eval_jaxpr(jaxpr, consts, *operands)
+
+
+def _zero(x: Array) -> ad.Zero:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _differentiate(call: _Call, leaves: Sequence[Array], tangents: Sequence[Any]) -> tuple[Any, list[Array], list[Any]]:
+    """Returns the structure of the results, the results of `function_p`, and their tangents.
+
+    Computes residuals even if nobody wants them, because the tangent may be transposed. They have no tangents.
+    """
+    saving = dataclasses.replace(call, save=True)
+    launches, (structure, residuals) = _trace(_run_forward, saving, leaves)
+    primals = function_p.bind(*leaves, call=saving, **launches)
+    results, saved = primals[: structure.num_leaves], primals[structure.num_leaves :]
+    moving = tuple(i for i, x in enumerate(tangents) if type(x) is not ad.Zero)
+    along = tangent_p.bind(
+        *leaves, *saved, *(tangents[i] for i in moving), linear=call.derivative(moving, structure, residuals),
+        types=tuple(jax.typeof(x).to_tangent_aval() for x in results),
+    )  # fmt: skip
+    return (structure, primals, [*along, *map(_zero, saved)]) if call.save else (structure, results, along)
+
+
+def _differentiate_function(
+    leaves: Sequence[Array], tangents: Sequence[Any], *, call: _Call, **_: Any
+) -> tuple[list[Array], list[Any]]:
+    return _differentiate(call, leaves, tangents)[1:]
+
+
+def _differentiate_linear(
+    primitive: Primitive, primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Array], list[Any]]:
+    """Differentiates a linear map: by its linear operands it is the map itself, by the arguments XLA computes it."""
+    linear: _LinearMap = params["linear"]
+    results = primitive.bind(*primals, **params)
+    # residuals follow from the arguments, so that their tangents say nothing
+    moving = [
+        i for i, x in enumerate(tangents)
+        if type(x) is not ad.Zero and not linear.arguments.num_leaves <= i < linear.fixed
+    ]  # fmt: skip
+    if not moving:
+        return results, [*map(_zero, results)]
+    if moving[0] >= linear.fixed:
+        along = map(ad.instantiate_zeros, tangents[linear.fixed :])
+        return results, primitive.bind(*primals[: linear.fixed], *along, **params)
+
+    def run(*operands: Array) -> list[Array]:
+        return linear.in_xla(primitive is gradient_p, *_replaced(primals, moving, operands))
+
+    run.__name__ = f"{TANGENT}{linear.function.name}"
+    return results, jax.jvp(jax.jit(run), [primals[i] for i in moving], [tangents[i] for i in moving])[1]
+
+
+def _transpose(
+    primitive: Primitive, cotangents: Sequence[Any], *operands: Any, linear: _LinearMap, **_: Any
+) -> list[Any]:
+    fixed, inputs = operands[: linear.fixed], operands[linear.fixed :]
+    operands = *fixed, *map(ad.instantiate_zeros, cotangents)
+    if primitive is tangent_p:
+        results = _bind_gradient(linear, operands)
+    else:
+        types = tuple(x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in inputs)
+        results = tangent_p.bind(*operands, linear=linear, types=types)
+    wanted = map(ad.is_undefined_primal, inputs)
+    return [None] * len(fixed) + [x if is_wanted else None for x, is_wanted in zip(results, wanted, strict=True)]
+
+
+def _batch(
+    primitive: Primitive, axis: Any, operands: Sequence[Array], axes: Sequence[int | None], **params: Any
+) -> tuple[list[Array], list[int | None]]:
+    """Binds the primitive with one more `jax.vmap` around it. The mapped axis of all results is the first."""
+    if all(x is None for x in axes):
+        results = primitive.bind(*operands, **params)
+        return results, [None] * len(results)
+    vmap = _Vmap(axis.size, axis.spmd_name, tuple(axes))
+    if primitive is function_p:
+        call = dataclasses.replace(params["call"], vmaps=(*params["call"].vmaps, vmap))
+        launches, _ = _trace(_run_forward, call, operands)
+        results = function_p.bind(*operands, call=call, **launches)
+        return results, [0] * len(results)
+    linear: _LinearMap = params["linear"]
+    fixed, inputs = tuple(axes[: linear.fixed]), tuple(axes[linear.fixed :])
+    if primitive is gradient_p:
+        vmap = vmap._replace(fixed=fixed, tangents=(0,) * len(linear.moving), results=inputs)
+        results = _bind_gradient(dataclasses.replace(linear, vmaps=(*linear.vmaps, vmap)), operands)
+    else:
+        vmap = vmap._replace(fixed=fixed, tangents=inputs, results=(0,) * linear.results.num_leaves)
+        linear = dataclasses.replace(linear, vmaps=(*linear.vmaps, vmap))
+        types = tuple(_mapped_type(axis, x) for x in params["types"])
+        results = tangent_p.bind(*operands, linear=linear, types=types)
+    return results, [0] * len(results)
+
+
+def _mapped_type(axis: Any, x: Any) -> Any:
+    """Returns the type of an array with the axis of a `jax.vmap` before all others."""
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(axis.explicit_mesh_axis, *x.sharding.spec))
+    return x.update(shape=(axis.size, *x.shape), sharding=sharding)
+
+
+function_p.def_abstract_eval(lambda *_, call, jaxpr, consts: [x.aval for x in jaxpr.outvars])
+tangent_p.def_abstract_eval(lambda *_, linear, types: list(types))
+gradient_p.def_abstract_eval(lambda *_, linear, jaxpr, consts: [x.aval for x in jaxpr.outvars])
+function_p.def_impl(lambda *leaves, call, **_: jax.tree.leaves(_run_forward(call, *leaves)))
+tangent_p.def_impl(lambda *operands, linear, types: _run_tangent(linear, False, *operands))
+gradient_p.def_impl(lambda *operands, linear, **_: _run_backward(linear, *operands))
+mlir.register_lowering(function_p, mlir.lower_fun(_run_jaxpr, multiple_results=True))
+mlir.register_lowering(gradient_p, mlir.lower_fun(_run_jaxpr, multiple_results=True))
+mlir.register_lowering(
+    tangent_p,
+    mlir.lower_fun(lambda *operands, linear, types: linear.in_xla(False, *operands), multiple_results=True),
+)
+ad.primitive_jvps[function_p] = _differentiate_function
+for _primitive in (function_p, tangent_p, gradient_p):
+    _primitive.multiple_results = True
+    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _primitive)
+for _primitive in (tangent_p, gradient_p):
+    ad.primitive_jvps[_primitive] = functools.partial(_differentiate_linear, _primitive)
+    ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
+
+try:  # there are no public names
+    from jax._src.checkify import error_checks, nan_error_check
+except ImportError:  # without a rule, `checkify` does not check what the kernels return
+    pass
+else:
+    for _primitive in (function_p, gradient_p):
+        error_checks[_primitive] = functools.partial(nan_error_check, _primitive)
