@@ -59,17 +59,16 @@ class Differentiable:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _apply(function: Differentiable, arguments: Any) -> Any:
     leaves, structure = jax.tree.flatten(arguments)
-    call = _Call(function, structure, save=False)
-    launches, (results, _) = _trace(_run_forward, call, leaves)
-    return jax.tree.unflatten(results, function_p.bind(*leaves, call=call, **launches))
+    flat, results, _ = _bind_function(_Call(function, structure, save=False), leaves)
+    return jax.tree.unflatten(results, flat)
 
 
 def _apply_jvp(function: Differentiable, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     leaves, structure = jax.tree.flatten(primals[0])
     along = [ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in jax.tree.leaves(tangents)]
-    structure, *flat = _differentiate(_Call(function, structure, save=False), leaves, along)
-    results, along = (jax.tree.unflatten(structure, x) for x in flat)
-    return results, along
+    results, *flat = _differentiate(_Call(function, structure, save=False), leaves, along)
+    primals, tangents = (jax.tree.unflatten(results, x[: results.num_leaves]) for x in flat)
+    return primals, tangents
 
 
 _apply.defjvp(_apply_jvp, symbolic_zeros=True)
@@ -101,13 +100,15 @@ class _Call:
     Attributes:
       function: the function.
       arguments: the pytree structure of its arguments.
-      save: whether its residuals are results too.
+      save: whether it computes residuals.
+      returned: which of its flat results and residuals the primitive returns.
       vmaps: each `jax.vmap` around it, the innermost first.
     """
 
     function: Differentiable
     arguments: Any
     save: bool
+    returned: tuple[int, ...] = ()
     vmaps: tuple[_Vmap, ...] = ()
 
     def run(self, *leaves: Array) -> tuple[Any, Any]:
@@ -220,17 +221,37 @@ _run_backward = jax.jit(_LinearMap.by_kernels, static_argnums=0, inline=True)
 _run_tangent = jax.jit(_LinearMap.in_xla, static_argnums=(0, 1), inline=True)
 
 
-def _trace(run: Callable[..., Any], static: Any, operands: Sequence[Array]) -> tuple[dict[str, Any], Any]:
-    """Traces a function that launches; returns parameters of a primitive, and the structure of each of its results."""
-    traced, shapes = jax.make_jaxpr(functools.partial(run, static), return_shape=True)(*operands)
-    # without the launches whose results nobody needs, such as of gradients of weights that have no tangent
-    jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=True)
-    return {"jaxpr": jaxpr, "consts": tuple(traced.consts)}, [jax.tree.structure(x) for x in shapes]
+def _launches(traced: Any, returned: Sequence[int]) -> dict[str, Any]:
+    """Returns the parameters of a primitive that runs a jaxpr, without the launches that only other results need."""
+    used = [i in returned for i in range(len(traced.jaxpr.outvars))]
+    jaxpr, _ = pe.dce_jaxpr(traced.jaxpr, used, instantiate=True)
+    return {"jaxpr": jaxpr, "consts": tuple(traced.consts)}
+
+
+def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], Any, Any]:
+    """Binds `function_p`; returns the flat results and residuals, and the pytree structures of both.
+
+    The primitive does not return what is an argument, nor anything twice: of such an array a scan would save two.
+    """
+    traced, shapes = jax.make_jaxpr(functools.partial(_run_forward, call), return_shape=True)(*leaves)
+    results, residuals = map(jax.tree.structure, shapes)
+    outputs = [id(x) for x in traced.jaxpr.outvars]
+    known = dict(zip(map(id, traced.jaxpr.invars), leaves, strict=True))
+    returned = tuple(i for i, x in enumerate(outputs) if x not in known and x not in outputs[:i])
+    call = dataclasses.replace(call, returned=returned)
+    values = function_p.bind(*leaves, call=call, **_launches(traced, returned))
+    known |= zip((outputs[i] for i in returned), values, strict=True)
+    return [known[x] for x in outputs], results, residuals
 
 
 def _bind_gradient(linear: _LinearMap, operands: Sequence[Array]) -> list[Array]:
-    launches, _ = _trace(_run_backward, linear, operands)
-    return gradient_p.bind(*operands, linear=linear, **launches)
+    traced = jax.make_jaxpr(functools.partial(_run_backward, linear))(*operands)
+    return gradient_p.bind(*operands, linear=linear, **_launches(traced, range(len(linear.moving))))
+
+
+def _run_returned(call: _Call, *leaves: Array) -> list[Array]:
+    flat = jax.tree.leaves(_run_forward(call, *leaves))
+    return [flat[i] for i in call.returned]
 
 
 def _run_jaxpr(*operands: Array, jaxpr: Any, consts: Any, **_: Any) -> list[Array]:
@@ -242,26 +263,25 @@ def _zero(x: Array) -> ad.Zero:
 
 
 def _differentiate(call: _Call, leaves: Sequence[Array], tangents: Sequence[Any]) -> tuple[Any, list[Array], list[Any]]:
-    """Returns the structure of the results, the results of `function_p`, and their tangents.
+    """Returns the structure of the results, the flat results and residuals, and their tangents.
 
     Computes residuals even if nobody wants them, because the tangent may be transposed. They have no tangents.
     """
-    saving = dataclasses.replace(call, save=True)
-    launches, (structure, residuals) = _trace(_run_forward, saving, leaves)
-    primals = function_p.bind(*leaves, call=saving, **launches)
-    results, saved = primals[: structure.num_leaves], primals[structure.num_leaves :]
+    primals, results, residuals = _bind_function(dataclasses.replace(call, save=True), leaves)
+    saved = primals[results.num_leaves :]
     moving = tuple(i for i, x in enumerate(tangents) if type(x) is not ad.Zero)
     along = tangent_p.bind(
-        *leaves, *saved, *(tangents[i] for i in moving), linear=call.derivative(moving, structure, residuals),
-        types=tuple(jax.typeof(x).to_tangent_aval() for x in results),
+        *leaves, *saved, *(tangents[i] for i in moving), linear=call.derivative(moving, results, residuals),
+        types=tuple(jax.typeof(x).to_tangent_aval() for x in primals[: results.num_leaves]),
     )  # fmt: skip
-    return (structure, primals, [*along, *map(_zero, saved)]) if call.save else (structure, results, along)
+    return results, primals, [*along, *map(_zero, saved)]
 
 
 def _differentiate_function(
     leaves: Sequence[Array], tangents: Sequence[Any], *, call: _Call, **_: Any
 ) -> tuple[list[Array], list[Any]]:
-    return _differentiate(call, leaves, tangents)[1:]
+    _, primals, along = _differentiate(call, leaves, tangents)
+    return [primals[i] for i in call.returned], [along[i] for i in call.returned]
 
 
 def _differentiate_linear(
@@ -312,8 +332,8 @@ def _batch(
     vmap = _Vmap(axis.size, axis.spmd_name, tuple(axes))
     if primitive is function_p:
         call = dataclasses.replace(params["call"], vmaps=(*params["call"].vmaps, vmap))
-        launches, _ = _trace(_run_forward, call, operands)
-        results = function_p.bind(*operands, call=call, **launches)
+        traced = jax.make_jaxpr(functools.partial(_run_forward, call))(*operands)
+        results = function_p.bind(*operands, call=call, **_launches(traced, call.returned))
         return results, [0] * len(results)
     linear: _LinearMap = params["linear"]
     fixed, inputs = tuple(axes[: linear.fixed]), tuple(axes[linear.fixed :])
@@ -337,7 +357,7 @@ def _mapped_type(axis: Any, x: Any) -> Any:
 function_p.def_abstract_eval(lambda *_, call, jaxpr, consts: [x.aval for x in jaxpr.outvars])
 tangent_p.def_abstract_eval(lambda *_, linear, types: list(types))
 gradient_p.def_abstract_eval(lambda *_, linear, jaxpr, consts: [x.aval for x in jaxpr.outvars])
-function_p.def_impl(lambda *leaves, call, **_: jax.tree.leaves(_run_forward(call, *leaves)))
+function_p.def_impl(lambda *leaves, call, **_: _run_returned(call, *leaves))
 tangent_p.def_impl(lambda *operands, linear, types: _run_tangent(linear, False, *operands))
 gradient_p.def_impl(lambda *operands, linear, **_: _run_backward(linear, *operands))
 mlir.register_lowering(function_p, mlir.lower_fun(_run_jaxpr, multiple_results=True))
