@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxrnn import scan
+from jaxrnn import scan, sharding
 
 if TYPE_CHECKING:
     from jax import Array
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def in_scan(spec: KernelSpec, call: Call) -> tuple[tuple[Array, ...], dict[str, Array]]:
     """Computes `recurrence.recurrence` with `lax.scan`, up to rounding."""
     f32 = jnp.float32
+    call = sharding.replicate_all(call)  # under `vmap` over a sharded axis, arrays that were made inside are on no mesh
 
     def turn(x: Array) -> Array:
         """Reverses time if the loop goes in reverse, which may be known at run time only."""

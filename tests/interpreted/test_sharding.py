@@ -205,6 +205,36 @@ def test_explicit_mesh_keeps_batches_sharded(cell, axes, implementation):
     assert "all-gather" not in text
 
 
+def hessian_product(cell, implementation, *arguments, axis=None):
+    """Returns the gradients to all arguments but the resets, and their derivative along the cosines of these."""
+    *moving, resets = arguments
+    gradients = jax.grad(lambda *x: loss(cell, implementation, *x, resets, axis=axis)[0], range(len(moving)))
+    return jax.jvp(gradients, moving, jax.tree.map(jnp.cos, moving))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm-projected"])
+@pytest.mark.parametrize("mesh", ["explicit", "auto", "shard_map", "vmap"])
+def test_derivatives_of_gradients_equal_those_of_one_device(mesh, cell):
+    """XLA computes them from arrays that the kernels need on each device, or that are sharded."""
+    product = functools.partial(hessian_product, cell, "triton")
+    plain = functools.partial(hessian_product, cell, "xla")
+    state, sequence = P("data"), P(None, "data")
+    specs = P(), state, sequence, P(), sequence
+    if mesh == "vmap":
+        arguments = make_mapped(cell, MAPPED["everything"], (len(jax.devices()),))
+        placed = place(make_mesh(AxisType.Explicit), (P("data"),) * 5, arguments)
+        assert_close(jax.jit(jax.vmap(product))(*placed), jax.jit(jax.vmap(plain))(*arguments))
+        return
+    arguments, want = make_arguments(cell), jax.jit(plain)(*make_arguments(cell))
+    if mesh == "shard_map":
+        inside = functools.partial(product, axis="data")
+        run = jax.shard_map(inside, mesh=make_mesh(AxisType.Auto), in_specs=specs, out_specs=(specs[:4],) * 2)
+        assert_close(jax.jit(run)(*arguments), want)
+        return
+    placed = place(make_mesh({"explicit": AxisType.Explicit, "auto": AxisType.Auto}[mesh]), specs, arguments)
+    assert_close(jax.jit(product)(*placed), want)
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_a_normed_gru_on_an_explicit_mesh_needs_no_jit(norm):
     """The norm's scales are combined with the weights outside of the jitted recurrence."""
