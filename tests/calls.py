@@ -108,8 +108,18 @@ def recomputing_launches(cell):
 
 def launches(function, *args):
     """Returns how often the traced `function` launches a forward and a backward kernel."""
-    text = str(jax.make_jaxpr(function)(*args))
-    return text.count("direction=fwd"), text.count("direction=bwd")
+
+    def directions(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "jaxrnn_launch":
+                yield getattr(eqn.params["kind"], "direction", None)
+            for value in eqn.params.values():
+                for body in value if isinstance(value, (tuple, list)) else [value]:
+                    body = getattr(body, "jaxpr", body)
+                    yield from directions(body) if hasattr(body, "eqns") else ()
+
+    found = list(directions(jax.make_jaxpr(function)(*args).jaxpr))
+    return found.count("fwd"), found.count("bwd")
 
 
 @functools.cache

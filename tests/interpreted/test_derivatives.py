@@ -288,7 +288,7 @@ def test_the_derivative_of_a_gradient_by_its_cotangent_alone_is_a_gradient(imple
         return jax.grad(lambda x: scale * loss_of(f)(x))(x)
 
     along_scale = jax.jit(lambda scale: jax.jvp(gradient, (scale,), (1.0,))[1])
-    assert str(jax.make_jaxpr(along_scale)(2.0)).count("= jaxrnn_gradient[") == 2
+    assert launches(along_scale, 2.0) == (1, 2)
     assert_close(along_scale(2.0), jax.jit(gradient)(1.0))
 
 
