@@ -11,6 +11,7 @@ import calls
 import jax
 import jax.numpy as jnp
 import native_handler
+import numpy as np
 import pytest
 from cases import Case
 from pretended import pretend_gpus
@@ -77,10 +78,21 @@ def layer_norm(shape, implementation="triton"):
     return jax.value_and_grad(loss), {name: jax.random.normal(k, shapes.get(name, shape)) for name, k in keys.items()}
 
 
+def derivative(case, implementation="triton"):
+    """Returns the function that computes the derivative of outputs and gradients along the arrays, and the arrays."""
+    function, arrays = recurrence(case, implementation)
+
+    def along(x):
+        return x if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0)
+
+    return (lambda arrays: jax.jvp(function, (arrays,), (jax.tree.map(along, arrays),))[1]), arrays
+
+
 OF_TWO_PLATFORMS = {name: program[:3] for name, program in PROGRAMS.items() if "norm" not in name} | {
     "gru-h100-reverse-weight-grads": (recurrence, Case("gru", T=128, B=64, H=128, D=128, reverse=True), H100),
     "mgu-a100": (recurrence, Case("mgu", T=4, B=3, H=48, D=5, reset_state="tbh"), A100),
     "rms-norm-gru-a100": (recurrence, Case("rms_norm_gru", T=4, B=3, H=24, D=5), A100),
+    "gru-a100-derivative": (derivative, Case("gru", T=4, B=3, H=48, D=5), A100),
     "rms-norm": (norm, (2, 3, 256), A100),
     "layer-norm": (layer_norm, (4, 256), A100),
 }
