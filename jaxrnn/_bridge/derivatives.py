@@ -233,7 +233,7 @@ def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], A
 
     The primitive does not return what is an argument, nor anything twice: of such an array a scan would save two.
     """
-    traced, shapes = jax.make_jaxpr(functools.partial(_run_forward, call), return_shape=True)(*leaves)
+    traced, shapes = jax.make_jaxpr(lambda *leaves: call.run(*leaves), return_shape=True)(*leaves)
     results, residuals = map(jax.tree.structure, shapes)
     outputs = [id(x) for x in traced.jaxpr.outvars]
     known = dict(zip(map(id, traced.jaxpr.invars), leaves, strict=True))
@@ -245,7 +245,7 @@ def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], A
 
 
 def _bind_gradient(linear: _LinearMap, operands: Sequence[Array]) -> list[Array]:
-    traced = jax.make_jaxpr(functools.partial(_run_backward, linear))(*operands)
+    traced = jax.make_jaxpr(lambda *operands: linear.by_kernels(*operands))(*operands)
     return gradient_p.bind(*operands, linear=linear, **_launches(traced, range(len(linear.moving))))
 
 
@@ -332,7 +332,7 @@ def _batch(
     vmap = _Vmap(axis.size, axis.spmd_name, tuple(axes))
     if primitive is function_p:
         call = dataclasses.replace(params["call"], vmaps=(*params["call"].vmaps, vmap))
-        traced = jax.make_jaxpr(functools.partial(_run_forward, call))(*operands)
+        traced = jax.make_jaxpr(lambda *leaves: call.run(*leaves))(*operands)
         results = function_p.bind(*operands, call=call, **_launches(traced, call.returned))
         return results, [0] * len(results)
     linear: _LinearMap = params["linear"]
