@@ -330,21 +330,22 @@ def _batch(
         results = primitive.bind(*operands, **params)
         return results, [None] * len(results)
     vmap = _Vmap(axis.size, axis.spmd_name, tuple(axes))
+    if primitive is tangent_p:
+        params["types"] = tuple(_mapped_type(axis, x) for x in params["types"])
+    else:  # maps the jaxpr, because tracing the passes once more takes longer
+        traced = jax.make_jaxpr(vmap(functools.partial(_run_jaxpr, **params), vmap.fixed, 0))(*operands)
+        params |= {"jaxpr": traced.jaxpr, "consts": tuple(traced.consts)}
     if primitive is function_p:
-        call = dataclasses.replace(params["call"], vmaps=(*params["call"].vmaps, vmap))
-        traced = jax.make_jaxpr(lambda *leaves: call.run(*leaves))(*operands)
-        results = function_p.bind(*operands, call=call, **_launches(traced, call.returned))
-        return results, [0] * len(results)
-    linear: _LinearMap = params["linear"]
-    fixed, inputs = tuple(axes[: linear.fixed]), tuple(axes[linear.fixed :])
-    if primitive is gradient_p:
-        vmap = vmap._replace(fixed=fixed, tangents=(0,) * len(linear.moving), results=inputs)
-        results = _bind_gradient(dataclasses.replace(linear, vmaps=(*linear.vmaps, vmap)), operands)
+        params["call"] = dataclasses.replace(params["call"], vmaps=(*params["call"].vmaps, vmap))
     else:
-        vmap = vmap._replace(fixed=fixed, tangents=inputs, results=(0,) * linear.results.num_leaves)
-        linear = dataclasses.replace(linear, vmaps=(*linear.vmaps, vmap))
-        types = tuple(_mapped_type(axis, x) for x in params["types"])
-        results = tangent_p.bind(*operands, linear=linear, types=types)
+        linear: _LinearMap = params["linear"]
+        fixed, inputs = vmap.fixed[: linear.fixed], vmap.fixed[linear.fixed :]
+        if primitive is tangent_p:
+            vmap = vmap._replace(fixed=fixed, tangents=inputs, results=(0,) * linear.results.num_leaves)
+        else:
+            vmap = vmap._replace(fixed=fixed, tangents=(0,) * len(linear.moving), results=inputs)
+        params["linear"] = dataclasses.replace(linear, vmaps=(*linear.vmaps, vmap))
+    results = primitive.bind(*operands, **params)
     return results, [0] * len(results)
 
 
