@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import itertools
+from unittest import mock
 
 import calls
 import jax
@@ -14,11 +15,11 @@ import numpy as np
 import pytest
 
 import torch_bridge.rnn_ops.kernels
+from torch_bridge.tiling import split_registers
 from torch_bridge.tiling.candidates import heuristic
 from torch_bridge.tiling.config import Tiling
 from torch_bridge.tiling.fma import Fma
 from torch_bridge.tiling.resident import Resident
-from torch_bridge.tiling.split_registers import SplitRegisters
 
 pytestmark = pytest.mark.gpu
 
@@ -27,12 +28,12 @@ STEPS, BATCH = 50, 3
 WIDTHS = (20, 64, 100, 192, 300)
 
 
-LOOPS = (Fma, Resident, SplitRegisters)
+LOOPS = (Fma, Resident, split_registers.SplitRegisters)
 
 
 @contextlib.contextmanager
 def tilings(change):
-    """Changes the tilings that launches get, also of few steps; yields the numbers of pieces that they were given."""
+    """Changes the tilings that launches get, also of few steps and pieces; yields the numbers of pieces they had."""
     found, in_pieces = [], Tiling.in_pieces
 
     def changed(config, problem, device):
@@ -41,20 +42,15 @@ def tilings(change):
         return change(cut)
 
     caches = (heuristic, torch_bridge.rnn_ops.kernels._launch)
-    Tiling.in_pieces = changed
-    fewest = {loop: loop.fewest_steps for loop in LOOPS}
-    for loop in LOOPS:
-        loop.fewest_steps = 0
-    for cache in caches:
-        cache.cache_clear()
-    try:
-        yield found
-    finally:
-        Tiling.in_pieces = in_pieces
-        for loop, steps in fewest.items():
-            loop.fewest_steps = steps
+    with contextlib.ExitStack() as patches:
+        for loop in LOOPS:
+            patches.enter_context(mock.patch.object(loop, "fewest_steps", 0))
+        patches.enter_context(mock.patch.object(split_registers, "FEWEST_PIECES", 2))
+        patches.enter_context(mock.patch.object(Tiling, "in_pieces", changed))
         for cache in caches:
             cache.cache_clear()
+            patches.callback(cache.cache_clear)
+        yield found
 
 
 def whole(config):
@@ -75,9 +71,7 @@ def arguments(cell, hidden, **options):
     return calls.arguments(cell, batch=(BATCH,), steps=STEPS, hidden=hidden, **options)
 
 
-OPTIONS = [
-    {}, {"reverse": True}, {"remat": True}, {"time_major": False}, {"precision": "default", "reverse": True},
-]  # fmt: skip
+OPTIONS = [{}, {"reverse": True}, {"remat": True}, {"time_major": False}, {"remat": True, "reverse": True}]
 
 
 @pytest.mark.parametrize("resets", ["some", "all", "none"])
@@ -96,18 +90,19 @@ def test_outputs_and_gradients(cell, hidden, resets):
 @pytest.mark.parametrize(("cell", "hidden"), [("gru", 20), ("lstm", 64), ("gru", 192), ("layer_norm_gru", 100)])
 def test_options(cell, hidden, options):
     args = arguments(cell, hidden, time_major=options.get("time_major", True))
-    assert_same_bits(calls.with_gradients(calls.runner(cell, "triton", **options)), *args)
+    assert_same_bits(calls.with_gradients(calls.runner(cell, "triton", precision="default", **options)), *args)
 
 
 @pytest.mark.parametrize(("cell", "hidden"), [("gru", 64), ("lstm", 192), ("mgu", 20)])
 def test_models_of_vmap_and_both_directions(cell, hidden):
     args = arguments(cell, hidden, lead=(2,))
-    assert_same_bits(jax.vmap(calls.with_gradients(calls.runner(cell, "triton"))), *args)
+    call = calls.runner(cell, "triton", precision="default")
+    assert_same_bits(jax.vmap(calls.with_gradients(call)), *args)
     params, carry, xs, resets, _ = arguments(cell, hidden)
 
     def both(params, carry, xs):
         two = ((params, params), (carry, carry))
-        return calls.run_bidirectional(cell, *two, xs, resets=resets, implementation="triton")
+        return calls.run_bidirectional(cell, *two, xs, resets=(resets, resets), implementation="triton")
 
     assert_same_bits(calls.with_gradients(lambda p, c, x, *_: both(p, c, x)), params, carry, xs, 0.0, 0.0)
 

@@ -210,11 +210,17 @@ def sanitized_run(tmp_path_factory):
 
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
 def test_the_sanitizer_finds_no_fault_in_any_kind_of_kernel(tool, sanitized_run):
-    """Every array has memory of its own, so that an access out of bounds is found."""
+    """Every array has memory of its own, so that an access out of bounds is found.
+
+    The launch asks each kernel for a parameter after its last, to learn their number, and memcheck reports that call.
+    """
     sanitizer, environment = sanitized_run
     checked = [option for part in sanitized.KERNELS for option in ("--kernel-name", f"kernel_substring={part}")]
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", *checked, sys.executable, SANITIZED],
+        [sanitizer, "--tool", tool, *checked, sys.executable, SANITIZED],
         env=environment, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
-    assert done.returncode == 0 and "launches of time loops" in done.stdout, done.stdout[-5000:] + done.stderr[-2000:]
+    said = done.stdout[:3000] + done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and "launches of time loops" in done.stdout, said
+    summaries = re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)", done.stdout)
+    assert summaries == [str(done.stdout.count("on CUDA API call to cuFuncGetParamInfo"))], said

@@ -110,14 +110,18 @@ def function(cell, implementation, dtype, call=None, reset_state=True, **options
 
 
 def check(compute):
-    """Checks that `compute(implementation, dtype)` of kernels has at most twice XLA's error."""
+    """Checks that `compute(implementation, dtype)` of kernels has at most twice XLA's error in any of its results.
+
+    XLA's error of the result it computes worst counts: of few numbers, it can be small by chance.
+    """
     with jax.enable_x64(True):
         want = jax.device_get(compute("xla", jnp.float64))
     xla, got = compute("xla", jnp.float32), compute("triton", jnp.float32)
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, x), y, z in zip(jax.tree.leaves_with_path(got), *map(jax.tree.leaves, (xla, want)), strict=True):
-        errors = cases.oracle.error(x, z), cases.oracle.error(y, z)
-        assert errors[0] <= 2 * errors[1] + 1e-6, f"{jax.tree_util.keystr(path)}: {errors}"
+    most = max(jax.tree.leaves(jax.tree.map(cases.oracle.error, xla, want)))
+    for (path, x), z in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        error = cases.oracle.error(x, z)
+        assert error <= 2 * most + 1e-6, f"{jax.tree_util.keystr(path)}: {error}, of XLA {most}"
 
 
 def in_scan(f, x):
