@@ -117,6 +117,6 @@ def test_every_method_of_launching(method, monkeypatch):
 def test_one_sequence_of_many_episodes():
     rng = np.random.default_rng(0)
     params, carry, xs, _, state = calls.arguments("gru", batch=(1,), steps=1024, hidden=512)
-    resets = jnp.asarray(rng.random((1024, 1)) < 0.05)
+    resets = jnp.asarray(rng.random((1024, 1)) < 0.05, jnp.float32)
     call = calls.runner("gru", "triton", precision="default")
     assert_same_bits(calls.with_gradients(call), params, carry, xs, resets, state)
