@@ -24,6 +24,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrnn._bridge.tracing import compile_launches, trace_ahead
+
 if TYPE_CHECKING:
     from jax import Array
 
@@ -233,7 +235,7 @@ def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], A
 
     The primitive does not return what is an argument, nor anything twice: of such an array a scan would save two.
     """
-    traced, shapes = jax.make_jaxpr(lambda *leaves: call.run(*leaves), return_shape=True)(*leaves)
+    traced, shapes = trace_ahead(lambda *leaves: call.run(*leaves), *leaves, return_shape=True)
     results, residuals = map(jax.tree.structure, shapes)
     outputs = [id(x) for x in traced.jaxpr.outvars]
     known = dict(zip(map(id, traced.jaxpr.invars), leaves, strict=True))
@@ -245,7 +247,7 @@ def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], A
 
 
 def _bind_gradient(linear: _LinearMap, operands: Sequence[Array]) -> list[Array]:
-    traced = jax.make_jaxpr(lambda *operands: linear.by_kernels(*operands))(*operands)
+    traced = trace_ahead(lambda *operands: linear.by_kernels(*operands), *operands)
     return gradient_p.bind(*operands, linear=linear, **_launches(traced, range(len(linear.moving))))
 
 
@@ -256,6 +258,11 @@ def _run_returned(call: _Call, *leaves: Array) -> list[Array]:
 
 def _run_jaxpr(*operands: Array, jaxpr: Any, consts: Any, **_: Any) -> list[Array]:
     return jax.core.eval_jaxpr(jaxpr, consts, *operands)
+
+
+def _trace_launches(*_: Any, jaxpr: Any, **params: Any) -> list[Any]:
+    compile_launches(jaxpr)
+    return [x.aval for x in jaxpr.outvars]
 
 
 def _zero(x: Array) -> ad.Zero:
@@ -333,7 +340,7 @@ def _batch(
     if primitive is tangent_p:
         params["types"] = tuple(_mapped_type(axis, x) for x in params["types"])
     else:  # maps the jaxpr, because tracing the passes once more takes longer
-        traced = jax.make_jaxpr(vmap(functools.partial(_run_jaxpr, **params), vmap.fixed, 0))(*operands)
+        traced = trace_ahead(vmap(functools.partial(_run_jaxpr, **params), vmap.fixed, 0), *operands)
         params |= {"jaxpr": traced.jaxpr, "consts": tuple(traced.consts)}
     if primitive is function_p:
         params["call"] = dataclasses.replace(params["call"], vmaps=(*params["call"].vmaps, vmap))
@@ -355,9 +362,9 @@ def _mapped_type(axis: Any, x: Any) -> Any:
     return x.update(shape=(axis.size, *x.shape), sharding=sharding)
 
 
-function_p.def_abstract_eval(lambda *_, call, jaxpr, consts: [x.aval for x in jaxpr.outvars])
+function_p.def_abstract_eval(_trace_launches)
 tangent_p.def_abstract_eval(lambda *_, linear, types: list(types))
-gradient_p.def_abstract_eval(lambda *_, linear, jaxpr, consts: [x.aval for x in jaxpr.outvars])
+gradient_p.def_abstract_eval(_trace_launches)
 function_p.def_impl(lambda *leaves, call, **_: _run_returned(call, *leaves))
 tangent_p.def_impl(lambda *operands, linear, types: _run_tangent(linear, False, *operands))
 gradient_p.def_impl(lambda *operands, linear, **_: _run_backward(linear, *operands))

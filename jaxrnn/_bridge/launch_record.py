@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
-
 from jaxrnn._bridge.derivatives import TANGENT, tangent_p
 from jaxrnn._bridge.primitive import launch_p
+from jaxrnn._bridge.tracing import bodies
 from torch_bridge.records import DIRECTIONS, LaunchRecord, record_launch, record_tangent
 
 if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
+
     from jaxrnn._bridge.launch_kind import LaunchKind
 
 
@@ -56,7 +57,7 @@ def find_launches(
             runs = times * params["length"]
         elif eqn.primitive.name == "while":
             runs = None
-        for body in _bodies(params.values()):
+        for body in bodies(params.values()):
             yield from find_launches(body, device, inner, prefix, runs)
 
 
@@ -67,13 +68,3 @@ def _record(eqn: Any, device: Any, times: int | None) -> list[LaunchRecord]:
     arrays = {name: x.aval for name, x in zip(eqn.params["inputs"], eqn.invars, strict=True)}
     record = record_of(kind, kind.choose(arrays, device), arrays)
     return [] if record is None else [dataclasses.replace(record, times=times)]
-
-
-def _bodies(values: Any) -> Iterator[Jaxpr]:
-    for value in values:
-        if isinstance(value, ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, Jaxpr):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _bodies(value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import batching
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,6 +23,48 @@ if TYPE_CHECKING:
     from jaxrnn._bridge.launch_kind import LaunchKind
 
 
+class _Thread(threading.local):
+    """Attributes: ahead: whether this thread traces ahead."""
+
+    ahead = False
+
+
+_thread = _Thread()
+
+
+def trace_ahead(function: Callable[..., Any], *operands: Any, return_shape: bool = False) -> Any:
+    """Does as `jax.make_jaxpr`, and compiles nothing: a `jax.vmap` around the function may still change the launches.
+
+    `compile_launches` compiles them when they have their sizes.
+    """
+    before, _thread.ahead = _thread.ahead, True
+    try:
+        return jax.make_jaxpr(function, return_shape=return_shape)(*operands)
+    finally:
+        _thread.ahead = before
+
+
+def compile_launches(jaxpr: Jaxpr) -> None:
+    """Starts to compile the launches of a jaxpr."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is launch_p:
+            arrays = {name: x.aval for name, x in zip(eqn.params["inputs"], eqn.invars, strict=True)}
+            _compile_in_background(eqn.params["kind"], arrays)
+        for body in bodies(eqn.params.values()):
+            compile_launches(body)
+
+
+def bodies(values: Any) -> Iterator[Jaxpr]:
+    """Yields the jaxprs among the parameters of an equation."""
+    for value in values:
+        if isinstance(value, ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, Jaxpr):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from bodies(value)
+
+
 def _compile_in_background(kind: LaunchKind, arrays: dict[str, Any]) -> None:
     """Starts to compile a launch when it is traced, so that all kernels of a program compile in parallel.
 
@@ -28,7 +72,8 @@ def _compile_in_background(kind: LaunchKind, arrays: dict[str, Any]) -> None:
     or gradients, or if shards on a mesh of `Auto` axes have another tiling.
     """
     if (
-        availability.runs_interpreter()
+        _thread.ahead
+        or availability.runs_interpreter()
         or context.listener() is not None
         or not availability.on_gpu()
         or not all(isinstance(n, int) and n for x in arrays.values() for n in x.shape)

@@ -94,6 +94,19 @@ def test_residuals_are_cast_outside_of_barriers(h200, sequences):
     assert [each for each in held if each] == ([["f32"]] * 2 if sequences == 132 else [["f16"]] * 2)
 
 
+def test_only_kernels_of_the_sizes_that_vmap_gives_are_begun(h200):
+    """16 models of 64 sequences have other tilings than one."""
+    function, arrays = recurrence(Case("gru", T=128, B=64, H=128, D=128))
+    many = {name: jnp.stack([x] * 16) for name, x in arrays.items()}
+    traced = jax.jit(jax.vmap(function)).trace(many)
+    begun = {what for _, what in h200}
+    traced.lower(lowering_platforms=("cuda",))
+    assert begun == {what for kind, what in h200 if kind == "load"}
+    h200.clear()
+    jax.jit(function).trace(arrays)
+    assert {what for _, what in h200} - begun
+
+
 def test_empty_arrays_compile_nothing(h200):
     function, x, weight = norm((2, 256))
     traced = jax.jit(jax.vmap(function)).trace(jnp.ones((0, *x.shape)), jnp.ones((0, *weight.shape)))
