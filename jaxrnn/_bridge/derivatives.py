@@ -235,7 +235,7 @@ def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], A
 
     The primitive does not return what is an argument, nor anything twice: of such an array a scan would save two.
     """
-    traced, shapes = trace_ahead(lambda *leaves: call.run(*leaves), *leaves, return_shape=True)
+    traced, shapes = trace_ahead(lambda *leaves: call.run(*leaves), *leaves)
     results, residuals = map(jax.tree.structure, shapes)
     outputs = [id(x) for x in traced.jaxpr.outvars]
     known = dict(zip(map(id, traced.jaxpr.invars), leaves, strict=True))
@@ -247,7 +247,7 @@ def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], A
 
 
 def _bind_gradient(linear: _LinearMap, operands: Sequence[Array]) -> list[Array]:
-    traced = trace_ahead(lambda *operands: linear.by_kernels(*operands), *operands)
+    traced, _ = trace_ahead(lambda *operands: linear.by_kernels(*operands), *operands)
     return gradient_p.bind(*operands, linear=linear, **_launches(traced, range(len(linear.moving))))
 
 
@@ -340,7 +340,7 @@ def _batch(
     if primitive is tangent_p:
         params["types"] = tuple(_mapped_type(axis, x) for x in params["types"])
     else:  # maps the jaxpr, because tracing the passes once more takes longer
-        traced = trace_ahead(vmap(functools.partial(_run_jaxpr, **params), vmap.fixed, 0), *operands)
+        traced, _ = trace_ahead(vmap(functools.partial(_run_jaxpr, **params), vmap.fixed, 0), *operands)
         params |= {"jaxpr": traced.jaxpr, "consts": tuple(traced.consts)}
     if primitive is function_p:
         params["call"] = dataclasses.replace(params["call"], vmaps=(*params["call"].vmaps, vmap))

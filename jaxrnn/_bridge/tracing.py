@@ -32,14 +32,15 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def trace_ahead(function: Callable[..., Any], *operands: Any, return_shape: bool = False) -> Any:
-    """Does as `jax.make_jaxpr`, and compiles nothing: a `jax.vmap` around the function may still change the launches.
+def trace_ahead(function: Callable[..., Any], *operands: Any) -> tuple[ClosedJaxpr, Any]:
+    """Returns the jaxpr of a function and the types of its results, and compiles nothing.
 
-    `compile_launches` compiles them when they have their sizes.
+    A `jax.vmap` around the function may still change its launches. `compile_launches` compiles them when they have
+    their sizes.
     """
     before, _thread.ahead = _thread.ahead, True
     try:
-        return jax.make_jaxpr(function, return_shape=return_shape)(*operands)
+        return jax.make_jaxpr(function, return_shape=True)(*operands)
     finally:
         _thread.ahead = before
 
