@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrnn import cells, recurrent
+from jaxrnn._bridge.tracing import bodies
 
 T, B, H, D, S, P = 4, 3, 5, 2, 2, 3
 CLOSE = 1e-5
@@ -113,10 +114,8 @@ def launches(function, *args):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "jaxrnn_launch":
                 yield getattr(eqn.params["kind"], "direction", None)
-            for value in eqn.params.values():
-                for body in value if isinstance(value, (tuple, list)) else [value]:
-                    body = getattr(body, "jaxpr", body)
-                    yield from directions(body) if hasattr(body, "eqns") else ()
+            for body in bodies(eqn.params.values()):
+                yield from directions(body)
 
     found = list(directions(jax.make_jaxpr(function)(*args).jaxpr))
     return found.count("fwd"), found.count("bwd")

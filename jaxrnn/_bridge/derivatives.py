@@ -97,7 +97,7 @@ class _Vmap(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is static of `function_p`. Its operands are the leaves of the arguments.
+    """Holds the static parameters of `function_p`, whose operands are the leaves of the arguments.
 
     Attributes:
       function: the function.
@@ -138,7 +138,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _LinearMap:
-    """What is static of `tangent_p`, which is linear, and of `gradient_p`, its transpose.
+    """Holds the static parameters of `tangent_p`, a linear map, and of `gradient_p`, its transpose.
 
     Their operands are the leaves of arguments and residuals, followed by tangents of arguments or by cotangents.
 

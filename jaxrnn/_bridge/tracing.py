@@ -1,9 +1,9 @@
-"""How the primitives trace: result types, eager evaluation and `vmap`."""
+"""Defines how JAX traces the launch primitives: types of results, eager evaluation, `vmap`, and early compilation."""
 
 from __future__ import annotations
 
+import contextvars
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,8 @@ if TYPE_CHECKING:
     from jaxrnn._bridge.launch_kind import LaunchKind
 
 
-class _Thread(threading.local):
-    """Attributes: ahead: whether this thread traces ahead."""
-
-    ahead = False
-
-
-_thread = _Thread()
+# Whether `trace_ahead` is tracing.
+_ahead = contextvars.ContextVar("_ahead", default=False)
 
 
 def trace_ahead(function: Callable[..., Any], *operands: Any) -> tuple[ClosedJaxpr, Any]:
@@ -38,11 +33,11 @@ def trace_ahead(function: Callable[..., Any], *operands: Any) -> tuple[ClosedJax
     A `jax.vmap` around the function may still change its launches. `compile_launches` compiles them when they have
     their sizes.
     """
-    before, _thread.ahead = _thread.ahead, True
+    token = _ahead.set(True)
     try:
         return jax.make_jaxpr(function, return_shape=True)(*operands)
     finally:
-        _thread.ahead = before
+        _ahead.reset(token)
 
 
 def compile_launches(jaxpr: Jaxpr) -> None:
@@ -73,7 +68,7 @@ def _compile_in_background(kind: LaunchKind, arrays: dict[str, Any]) -> None:
     or gradients, or if shards on a mesh of `Auto` axes have another tiling.
     """
     if (
-        _thread.ahead
+        _ahead.get()
         or availability.runs_interpreter()
         or context.listener() is not None
         or not availability.on_gpu()
