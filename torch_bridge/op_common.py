@@ -140,11 +140,21 @@ def define(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]
 
     def decorate(function: Callable[..., Any]) -> Any:
         function = without_autocast(function)
-        definition: Any = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        definition: Any = torch.library.custom_op(name, _without_tangents(function), mutates_args=(), schema=schema)
         definition.function = function  # for `call`, which runs it to bypass the dispatcher
         return definition
 
     return decorate
+
+
+def _without_tangents(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, which raises in forward mode: PyTorch drops the tangents of an operator that has no rule."""
+
+    @functools.wraps(function)
+    def checked(*args: Any) -> Any:
+        return _no_forward_mode() if in_forward_mode() else function(*args)
+
+    return checked
 
 
 def empty_output(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,7 +177,8 @@ def no_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
 
 def _no_forward_mode(*_: Any) -> Any:
     raise NotImplementedError(
-        'the operators of torch_bridge have no forward-mode derivative: pass implementation="torch", which has one'
+        "the operators of torch_bridge have no forward-mode derivative: call a function of torch_bridge.functional, or "
+        'pass implementation="torch", which has one'
     )
 
 
@@ -206,14 +217,32 @@ class _DifferentiableByReference(torch.autograd.Function):
     jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
 
 
+# The reason that `explain` gives for a call in forward mode.
+FORWARD_MODE = "in forward mode, PyTorch operations compute results and tangents"
+
+
+def in_forward_mode() -> bool:
+    """Whether tangents may be requested: whether this runs in a dual level, as `torch.func.jvp` does.
+
+    Which tensors have tangents cannot be asked: a transformation of `torch.func` hides those of an outer one.
+    """
+    return forward_ad._current_level >= 0
+
+
+# torch.compile guards the dual level by itself, and would guard on the value that the level has while it traces.
+in_forward_mode._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def differentiable(
     function: Callable[..., tuple[Tensor, ...]], reference: Callable[..., tuple[Tensor, ...]], *args: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Returns `function(*args)` with the derivatives of `reference(*args)`, of any order.
 
     `reference` must compute the same results in operations that `torch.func` can differentiate. It runs only if a
-    derivative is requested.
+    derivative is requested, and in forward mode.
     """
+    if in_forward_mode():
+        return reference(*args)
     if not torch.is_grad_enabled():
         return function(*args)
     results: tuple[Tensor, ...] = _DifferentiableByReference.apply(function, reference, *args)
@@ -242,6 +271,8 @@ def unwrapped_levels(x: Tensor) -> list[Tensor]:
 
 class _Registered(NamedTuple):
     """The functions that `call` runs in place of an operator.
+
+    The classes take the arguments of the operator, and then those that only `setup` reads.
 
     Attributes:
       transformed: calls the operator and defines its gradient; for `torch.func`, which ignores `register_autograd`.
@@ -275,11 +306,12 @@ def register(
     if decomposed is not None:
         _register_decomposition(op, fake, decomposed)
         fake = _lowered_as_an_operator(op, fake)
-    definition.register_fake(fake)
+    definition.register_fake(_without_tangents(fake))
     definition.register_autograd(gradients, setup_context=setup)
     definition.register_vmap(vmap)
-    function = definition.function
-    _REGISTERED[op] = _Registered(_transformed(op, setup, gradients), function, _eager(function, setup, gradients))
+    function, count = definition.function, len(op._schema.arguments)
+    transformed, eager = _transformed(op, count, setup, gradients), _eager(function, count, setup, gradients)
+    _REGISTERED[op] = _Registered(transformed, function, eager)
 
 
 def _register_decomposition(op: Any, fake: Callable[..., Any], decomposed: Callable[..., Any]) -> None:
@@ -313,15 +345,17 @@ def _lowered_as_an_operator(op: Any, fake: Callable[..., Any]) -> Callable[..., 
     return traced
 
 
-def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """Returns the class for `_Registered.transformed`."""
+def _transformed(
+    op: Any, count: int, setup: Callable[..., None], gradients: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """Returns the class for `_Registered.transformed` of an operator of `count` arguments."""
 
     class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
         def forward(*args: Any) -> Any:
-            return op(*args)
+            return op(*args[:count])
 
         setup_context = staticmethod(setup)
         backward = staticmethod(gradients)
@@ -331,14 +365,14 @@ def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., A
 
 
 def _eager(
-    function: Callable[..., Any], setup: Callable[..., None], gradients: Callable[..., Any]
+    function: Callable[..., Any], count: int, setup: Callable[..., None], gradients: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """Returns the class for `_Registered.eager`."""
+    """Returns the class for `_Registered.eager` of an operator of `count` arguments."""
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:  # setup_context has more host overhead
-            output = function(*args)
+            output = function(*args[:count])
             setup(ctx, args, output)
             return output
 
@@ -354,9 +388,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
-def call(op: Any, *args: Any) -> Any:
+def call(op: Any, *args: Any, for_setup: tuple[Any, ...] = ()) -> Any:
     """Calls an operator; under a transformation of `torch.func`, calls its `_Registered.transformed`.
 
+    Where the dispatcher is bypassed, the operator's `setup` gets `for_setup` after the arguments.
     An eager call on plain tensors that no compiler, mode or transformation observes bypasses the dispatcher, because
     dispatch takes longer on the host than a short kernel takes on the device.
     """
@@ -365,12 +400,12 @@ def call(op: Any, *args: Any) -> Any:
     tensors = [x for x in args if isinstance(x, Tensor)]
     registered = _REGISTERED[op]
     if any(map(_is_wrapped, tensors)):
-        return registered.transformed.apply(*args)
+        return registered.transformed.apply(*args, *for_setup)
     if _is_observed_by_dispatch(tensors):
         return op(*args)
     # `eager` also runs in forward mode, where it raises NotImplementedError
-    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        return registered.eager.apply(*args)
+    if in_forward_mode() or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return registered.eager.apply(*args, *for_setup)
     return registered.function(*args)
 
 
@@ -390,7 +425,7 @@ def is_unobserved(tensors: list[Tensor]) -> bool:
     Possible observers are compilers, forward mode, transformations of `torch.func`, and those of
     `_is_observed_by_dispatch`.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(map(_is_wrapped, tensors)):
+    if torch.compiler.is_compiling() or in_forward_mode() or any(map(_is_wrapped, tensors)):
         return False
     # a listener is a dispatch mode, but `torch_bridge.explain` reports what a call without that mode would run
     return recording.listener() is not None or not _is_observed_by_dispatch(tensors)

@@ -276,17 +276,6 @@ def test_gradients_of_batched_cotangents_match_a_loop(cell, order, implementatio
             torch.testing.assert_close(x[i], want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.interpret
-@every_operator
-def test_second_derivatives_of_kernels_raise(cell):
-    args = weights(cell)
-    inputs = leaves(args)
-    for x in inputs[0], inputs[-1], args[2][1]:  # xs, a reset state, w_hh
-        (first,) = torch.autograd.grad(loss(cell, *args, implementation="triton"), x, create_graph=True)
-        with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
-            torch.autograd.grad(first.square().sum(), x)
-
-
 def higher_derivatives(cell, args, **options):
     """Returns the gradients of a loss, of the sum of their squares, and of the sum of the squares of those."""
     inputs, found, value = leaves(args), [], loss(cell, *args, **options)
@@ -328,25 +317,6 @@ def test_second_derivatives_under_torch_func_match_those_of_implementation_torch
 
     for x, y in zip(function(None), function("torch"), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # raised by torch.func.jvp
-@every_operator
-def test_forward_mode_raises_unless_implementation_is_torch(cell):
-    xs, *rest = weights(cell, dtype=torch.float64)
-
-    def function(xs, **options):
-        return call(cell, xs, *rest, **options)[0]
-
-    with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
-        torch.func.jvp(function, (xs,), (xs,))
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match='pass implementation="torch"'),
-    ):
-        function(torch.autograd.forward_ad.make_dual(xs, xs))
-    _, tangent = torch.func.jvp(lambda xs: function(xs, implementation="torch"), (xs,), (xs,))
-    close((function(1.000001 * xs) - function(xs)) * 1e6, tangent)
 
 
 AXES = {  # mapped axes of xs, states, weights, resets and reset states
@@ -756,7 +726,7 @@ def test_extra_or_no_batch_axes_match_one_batch_axis(cell):
 def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
     seen = {}
     original = rnn_ops.forward
-    monkeypatch.setattr(rnn_ops, "forward", lambda call: seen.update(call=call) or original(call))
+    monkeypatch.setattr(rnn_ops, "forward", lambda call, *rest: seen.update(call=call) or original(call, *rest))
     xs, states, given, resets, _ = weights("gru")
     new = torch.randn(T, B, H)
     if batch_first:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,29 @@ def _project_inputs(call: Call, layout: Layout) -> tuple[Tensor, Call]:
     return xp.reshape(models, *xs.shape[:-1], xp.shape[-1]), call
 
 
+def _projection(call: Call, layout: Layout) -> tuple[Any, ...]:
+    """Returns a function that computes the input projections `[G, T, B, gates * H]`, and then the arrays that it takes.
+
+    A second derivative reads the projections. Autograd has most of these arrays already, and the projections are large.
+    """
+    layer: Sequence[Any] = call.directions
+    if layer[0].w_hr is None:
+        layer = [one._replace(w_hh=None, states=(), resets=None, reset_states=()) for one in layer]
+    options = call._replace(xs=None, directions=())  # type: ignore[arg-type]
+    compute = functools.partial(_compute_projection, options, layout, len(layer[0].states))
+    return compute, call.xs, *(x for one in layer for x in one.tensors())
+
+
+def _compute_projection(options: Call, layout: Layout, states: int, xs: Tensor, *arrays: Any) -> Tensor:
+    """Computes what `_projection` describes; `arrays` are those of each direction, with so many states."""
+    layer, count = [], len(arrays) // layout.directions
+    for first in range(0, len(arrays), count):
+        weights, others = arrays[first : first + 5], arrays[first + 5 : first + count]
+        layer.append(Direction._make((*weights, others[:states], others[states], others[states + 1 :])))
+    with op_common.autocast_off(xs.device.type):
+        return layout.sequence(_project_inputs(options._replace(xs=xs, directions=layer), layout)[0])
+
+
 def _norm(call: Call, layout: Layout) -> tuple[Call, Norm | None]:
     """Returns the call with the inputs to project, and what the loop needs of a norm, whose weights are folded."""
     if not call.cell.norm:
@@ -143,7 +167,7 @@ def _run_single_step(call: Call, layout: Layout) -> DirectionResult:
 
 
 def _tell_choice(call: Call, layout: Layout, w_hh: Tensor, reason: str | None = None) -> None:
-    """Tells the choice of a layer, given the reason if it runs neither the operator nor its loop."""
+    """Tells the choice of a layer, given the reason if it is known."""
     cell, xs, implementation = call.cell, call.xs, call.implementation
     unavailable = rnn_ops.unsupported(w_hh, recording.profile())
     hidden = w_hh.shape[-1] * (layout.blocks if w_hh.ndim == 3 else 1)
@@ -253,6 +277,7 @@ def run(call: Call) -> list[DirectionResult]:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(call.xs.shape)} has none")
     if is_distributed(x for one in call.directions for x in (call.xs, *one.tensors())):
         return _run_on_shards(call, layout)
+    reason: str | None = None
     if layout.sizes[1] == 1 and _can_run_single_step(call):
         if recording.is_recording():
             reason = "an eager call of a single step runs PyTorch's own cell, which has less host overhead"
@@ -260,17 +285,20 @@ def run(call: Call) -> list[DirectionResult]:
             recording.end()
         return [_run_single_step(call, layout)]
     call, default = _autocast(call)
-    loop = _prepare(call, layout, default)
-    is_recording = recording.is_recording()
+    loop, projection = _prepare(call, layout, default)
+    is_recording, runs_torch = recording.is_recording(), call.implementation == "torch"
+    if not runs_torch and op_common.in_forward_mode():
+        rnn_ops.should_launch_kernels(call.implementation, loop.w_hh)  # raises if "triton" cannot run
+        runs_torch, reason = True, op_common.FORWARD_MODE
     if is_recording:
-        _tell_choice(call, layout, loop.w_hh)
-    if call.implementation == "torch":
+        _tell_choice(call, layout, loop.w_hh, reason)
+    if runs_torch:
         with op_common.autocast_off(loop.xp.device.type):
             results = torch_loop.forward(loop)
         for s, state in zip(call.cell.states, loop.states, strict=True):
             results |= {name: results[name].to(state.dtype) for name in (f"{s}s", f"{s}_last") if name in results}
     else:
-        results = rnn_ops.forward(loop)
+        results = rnn_ops.forward(loop, projection)
     if is_recording:
         recording.end()
 
@@ -281,16 +309,20 @@ def run(call: Call) -> list[DirectionResult]:
     return [one if x.w_hr is None else project(x, one, default) for x, one in zip(call.directions, found, strict=True)]
 
 
-def _prepare(call: Call, layout: Layout, default: torch.dtype) -> ForwardCall:
-    """Returns the call of the time loop, after the products before it; `default` is the dtype of states not given."""
+def _prepare(call: Call, layout: Layout, default: torch.dtype) -> tuple[ForwardCall, Callable[[], tuple[Any, ...]]]:
+    """Returns the call of the time loop, after the products before it, and a function that returns its `_projection`.
+
+    `default` is the dtype of states not given.
+    """
     xs = call.xs
     call, norm = _norm(call, layout)
+    projection = functools.partial(_projection, call, layout)
     xp, call = _project_inputs(call, layout)
     layer, width = call.directions, call.directions[0].w_hh.shape[-1]
     hidden = width * layout.blocks
     by_state = zip(*(one.states for one in layer), strict=True)
     states = tuple([layout.initial_states(of_state, default, xs, hidden) for of_state in by_state])
-    return ForwardCall(
+    loop = ForwardCall(
         call.cell,
         layout.sequence(xp),
         layout.weights([one.w_hh for one in layer]),
@@ -305,3 +337,4 @@ def _prepare(call: Call, layout: Layout, default: torch.dtype) -> ForwardCall:
         False,
         call.implementation,
     )
+    return loop, projection

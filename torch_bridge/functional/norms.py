@@ -249,9 +249,14 @@ def _norm_over(
     return in_format(y, kind == "rms"), in_format(total, True)
 
 
-def _tell_choice(kind: norm_ops.Kind, tensors: Sequence[Tensor], implementation: Implementation) -> None:
-    """Tells the choice of a norm, given its tensors, of which the first has the rows."""
+def _tell_choice(
+    kind: norm_ops.Kind, tensors: Sequence[Tensor], implementation: Implementation, reason: str | None
+) -> None:  # fmt: skip
+    """Tells the choice of a norm, given its tensors, of which the first has the rows, and the reason if it is known."""
     x, unavailable = tensors[0], norm_ops.unsupported(tensors, recording.profile())
+    if reason is not None:
+        recording.record(f"{kind}_norm", recording.describe_tensor("x", x), "torch", reason, unavailable)
+        return
     launches = norm_ops.should_launch_kernels(implementation, *tensors)
     chosen = recording.explain_choice(implementation, launches, unavailable, x.device, x.numel() == 0)
     recording.record(f"{kind}_norm", recording.describe_tensor("x", x), *chosen, unavailable)
@@ -281,10 +286,15 @@ def _norm(
     if eps is None:
         total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         eps = torch.finfo(op_common.accumulation_dtype(total_dtype)).eps
-    is_recording = recording.is_recording()
+    tensors = [y for y in (x, weight, bias, residual) if y is not None]
+    is_recording, runs_torch = recording.is_recording(), implementation == "torch"
+    reason: str | None = None
+    if not runs_torch and op_common.in_forward_mode():
+        norm_ops.should_launch_kernels(implementation, *tensors)  # raises if "triton" cannot run
+        runs_torch, reason = True, op_common.FORWARD_MODE
     if is_recording:
-        _tell_choice(kind, [y for y in (x, weight, bias, residual) if y is not None], implementation)
-    if implementation == "torch":
+        _tell_choice(kind, tensors, implementation, reason)
+    if runs_torch:
         normalize = op_common.without_autocast(norm_ops.normalize)
         results = normalize(x, weight, bias, residual, kind=kind, epsilon=eps, dtype=dtype)
         if is_recording:

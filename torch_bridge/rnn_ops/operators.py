@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +123,7 @@ def _define(cell: CellSpec) -> Operators:
     name, types = f"torch_bridge::{cell.name}", forward_types(cell)
     names, results, dresults = [*types], cell.forward_outputs, backward_names(cell)
     tensors = sum(kind.startswith("Tensor") for kind in types.values())  # these arguments come first
+    known = tensors + 1 + len(cell.saved)  # saved tensors without those that `project` takes
 
     @op_common.define(name, schema(types, len(results)))
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -183,17 +183,19 @@ def _define(cell: CellSpec) -> Operators:
         ctx.call = recording.current()  # for `torch_bridge.explain`: the backward launches belong to this call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*residuals)
-        # A backward kernel reads neither `xp` nor `b_hn`. They are saved only to recompute residuals that were not
-        # saved, or to differentiate the gradients of the loop.
-        unused = ("xp", "b_hn") if x.save and should_launch_kernels(x.implementation, x.w_hh) else ()
-        arrays = [None if name in unused else y for name, y in zip(names, inputs[:tensors], strict=False)]
-        ctx.save_for_backward(*arrays, found["hs"], *residuals)
-        ctx.options = inputs[tensors:]
+        # A backward kernel does not read `xp`, which is saved to recompute residuals, or to differentiate gradients. If
+        # what it is computed from is known, that is saved instead.
+        from_arrays: tuple[Tensor | None, ...] = ()
+        arrays, ctx.project = inputs[:tensors], None
+        if len(inputs) > len(names) and x.save and should_launch_kernels(x.implementation, x.w_hh):
+            arrays, ctx.project, from_arrays = (None, *arrays[1:]), inputs[len(names)], inputs[len(names) + 1 :]
+        ctx.save_for_backward(*arrays, found["hs"], *residuals, *from_arrays)
+        ctx.options, ctx.count = inputs[tensors : len(names)], len(inputs)
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint lets a tensor be unpacked once
         recording.resume(ctx.call)  # only after the read, in which a checkpoint runs the forward pass again
-        arrays, (hs, *residuals), options = saved[:tensors], saved[tensors:], ctx.options
+        arrays, (hs, *residuals), options = saved[:tensors], saved[tensors:known], ctx.options
         x = forward_call(cell, (*arrays, *options))
         given = dict(zip(results, grads, strict=True))
         dsequences = [given[f"{s}s"] if s in x.returned else None for s in cell.states]
@@ -201,28 +203,31 @@ def _define(cell: CellSpec) -> Operators:
         needed = [name for name, need in zip(names, ctx.needs_input_grad, strict=False) if need]
         wanted = [name for name in needed if name != "resets"]  # floating-point ones may require a gradient: it is zero
         if not wanted or all(d is None for d in (*dsequences, *dlast)):
-            return (None,) * len(names)
+            return (None,) * ctx.count
         if not x.save:
             again = forward_options(x._replace(returned=cell.states[:1]), save=True)
             found = op_common.call(forward_op, *arrays, *again)
             found = dict(zip(results, found, strict=True))
             hs, residuals = found["hs"], [found[name] for name in cell.saved]
-        compute = functools.partial(_first_order_gradients, cell, wanted, options)
-        every = *arrays, *dsequences, *dlast, hs, *residuals
-        if should_launch_kernels(x.implementation, x.w_hh):
-            dinputs = compute(*every)
-        else:
-            dinputs = op_common.differentiable(
-                compute, functools.partial(_reference_gradients, cell, wanted, options), *every
-            )  # fmt: skip
+        every, project = (*arrays, *dsequences, *dlast, hs, *residuals), ctx.project
+
+        def compute(*arrays: Tensor | None) -> tuple[Tensor, ...]:
+            return _first_order_gradients(cell, wanted, options, *arrays[: len(every)])
+
+        def reference(*arrays: Any) -> tuple[Tensor, ...]:
+            if project is not None:
+                arrays = project(*arrays[len(every) :]), *arrays[1 : len(every)]
+            return _reference_gradients(cell, wanted, options, *arrays)
+
+        dinputs = op_common.differentiable(compute, reference, *every, *saved[known:])
         by_name = dict(zip(wanted, dinputs, strict=True))
-        return tuple(by_name.get(name) for name in names)
+        return *(by_name.get(name) for name in names), *(None,) * (ctx.count - len(names))
 
     op_common.register(
         forward, forward_op, forward_fake, gradients, setup, vmap_rule(forward_op, "xp"), forward_decomposed
     )
-    # Gradients computed by the loop have derivatives, see `op_common.differentiable`; those of the kernels have none.
-    # The backward operators take `hs` but do not read it. Autograd treats the residuals, which are marked
+    # Gradients have the derivatives of `_reference_gradients`, see `op_common.differentiable`; the backward operators
+    # called directly have none. They take `hs` but do not read it. Autograd treats the residuals, which are marked
     # non-differentiable, as constants, although they depend on the inputs. `hs` connects the backward operators to
     # those inputs, so a second derivative reaches the backward operators, which raise.
     op_common.register(
@@ -246,12 +251,17 @@ def _register_flops() -> None:
 call_after_import("torch.utils.flop_counter", _register_flops)  # which imports Triton
 
 
-def forward(x: ForwardCall) -> dict[str, Tensor]:
+def forward(x: ForwardCall, projection: Callable[[], tuple[Any, ...]]) -> dict[str, Tensor]:
     """Calls the forward operator of a cell, and returns its outputs by name.
 
     It saves residuals if a gradient may be requested.
+
+    Args:
+      x: the call.
+      projection: returns a function that computes `x.xp`, and then the arrays that it takes.
     """
     arrays = forward_tensors(x)
     save = op_common.wants_gradients([array for array in arrays if array is not None])
-    results = op_common.call(OPERATORS[x.cell.name].forward, *arrays, *forward_options(x, save))
+    again = projection() if save and not torch.compiler.is_compiling() else ()
+    results = op_common.call(OPERATORS[x.cell.name].forward, *arrays, *forward_options(x, save), for_setup=again)
     return dict(zip(x.cell.forward_outputs, results, strict=True))
