@@ -54,10 +54,11 @@ def gru(
         `torch.backends.cuda.matmul` allows it and H is above 32, else "tf32x3". All other products are PyTorch's own
         and follow its settings.
       implementation: "triton" (the kernels, which need an NVIDIA GPU and float32, bfloat16 or float16); "torch"
-        (PyTorch operations that autograd differentiates, slowly, to any order and in any mode); or None: the kernels
-        where they can run, elsewhere the loop in PyTorch operations, as one operator with gradients of any order. With
-        None, an eager call of a single step in float32 or float64 runs PyTorch's own cell, which has less host
-        overhead. If you name an implementation that cannot run the input, a `NotImplementedError` says why.
+        (PyTorch operations that autograd sees, which is slow); or None: the kernels where they can run, elsewhere the
+        loop in PyTorch operations, as one operator. Each has derivatives of every order and mode: the kernels compute
+        results and first gradients, and PyTorch operations the others. With None, an eager call of a single step in
+        float32 or float64 runs PyTorch's own cell, which has less host overhead. If you name an implementation that
+        cannot run the input, a `NotImplementedError` says why.
 
     Returns:
       `(ys, h_n)`, the hidden states of all steps in the layout of `xs`, and `[*batch, H]`, the one after the step that
@@ -68,8 +69,7 @@ def gru(
       ValueError: shapes, dtypes or devices disagree, an argument is not a tensor, some tensors are DTensors and others
         are not, there are no steps, `reset_state` is given without `resets`, or the implementation or the precision is
         unknown.
-      NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
-        not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
+      NotImplementedError: the named implementation cannot run this input.
 
     Examples:
       Two sequences of five steps, of which the second starts a new episode at step 2:

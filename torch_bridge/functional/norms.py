@@ -70,9 +70,10 @@ def rms_norm(
         norm is computed in, as in `torch.nn.functional.rms_norm`.
       residual: in the shape of `x`, or None.
       implementation: "triton" (the kernels, which need an NVIDIA GPU and float32, bfloat16 or float16); "torch"
-        (PyTorch operations that autograd differentiates to any order and in any mode); or None: the kernels where they
-        can run, elsewhere PyTorch operations, as one operator with gradients of any order. If you name an
-        implementation that cannot run the input, a `NotImplementedError` says why.
+        (PyTorch operations that autograd sees); or None: the kernels where they can run, elsewhere PyTorch operations,
+        as one operator. Each has derivatives of every order and mode: the kernels compute results and first gradients,
+        and PyTorch operations the others. If you name an implementation that cannot run the input, a
+        `NotImplementedError` says why.
 
     Returns:
       `y` in the shape, dtype and memory format (contiguous or channels last) of `x`. Under autocast on a GPU, `y` is
@@ -83,8 +84,7 @@ def rms_norm(
       ValueError: shapes or devices disagree, a dtype is not floating point, some tensors are DTensors and others are
         not, `eps` is not a number, is negative or is infinite, or the implementation is unknown.
       TypeError: an argument is unknown or is given twice.
-      NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
-        not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
+      NotImplementedError: the named implementation cannot run this input.
 
     Examples:
       >>> import torch

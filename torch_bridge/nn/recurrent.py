@@ -251,8 +251,8 @@ class SingleStateModule(RecurrentModule):
           ValueError: resets, reset states or parameters have other shapes or dtypes, tensors are on several devices, or
             lengths of a `PackedSequence` exceed the steps of its data; also where `torch.nn` raises it.
           RuntimeError: the width of the input or the shape of `hx` is wrong, or there are no steps.
-          NotImplementedError: the named implementation cannot run this input or its derivative, or inputs are packed
-            and there is a reset state for every step.
+          NotImplementedError: the named implementation cannot run this input, or inputs are packed and there is a reset
+            state for every step.
         """
         ys, (h_n,) = run_module(self, self._cell, input, None if hx is None else (hx,), resets, (reset_state,))
         return ys, h_n
