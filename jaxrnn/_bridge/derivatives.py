@@ -338,8 +338,7 @@ def _batch(
         return results, [None] * len(results)
     vmap = _Vmap(axis.size, axis.spmd_name, tuple(axes))
     if primitive is tangent_p:
-        meshes = [mesh for x in operands if not (mesh := jax.typeof(x).sharding.mesh).empty]
-        params["types"] = tuple(_mapped_type(axis, x, *meshes[:1]) for x in params["types"])
+        params["types"] = tuple(_mapped_type(axis, x) for x in params["types"])
     else:  # maps the jaxpr, because tracing the passes once more takes longer
         traced, _ = trace_ahead(vmap(functools.partial(_run_jaxpr, **params), vmap.fixed, 0), *operands)
         params |= {"jaxpr": traced.jaxpr, "consts": tuple(traced.consts)}
@@ -357,13 +356,9 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _mapped_type(axis: Any, x: Any, mesh: Any = None) -> Any:
-    """Returns the type of an array with the axis of a `jax.vmap` before all others.
-
-    `mesh` is that of the operands, if they have one: JAX 0.11 leaves it out of the types that a mapped function sees.
-    """
-    spec = PartitionSpec(axis.explicit_mesh_axis, *x.sharding.spec)
-    sharding = NamedSharding(x.sharding.mesh if mesh is None else mesh, spec)
+def _mapped_type(axis: Any, x: Any) -> Any:
+    """Returns the type of an array with the axis of a `jax.vmap` before all others."""
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(axis.explicit_mesh_axis, *x.sharding.spec))
     return x.update(shape=(axis.size, *x.shape), sharding=sharding)
 
 
