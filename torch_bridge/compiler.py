@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -68,6 +69,17 @@ def hash_triton() -> None:
     """Computes the hash of all of Triton, once: Triton needs it before it compiles anything, and it takes 0.4 s."""
     with _hashing:
         triton.runtime.cache.triton_key()
+
+
+def begin_to_hash_triton() -> None:
+    """Starts `hash_triton` in a thread, unless an earlier process has stored kernels, which may be all that are needed.
+
+    Without stored kernels, one will be compiled, and the hash takes as long as tracing.
+    """
+    with contextlib.suppress(OSError), os.scandir(triton.knobs.cache.dir) as stored:
+        if any(stored):
+            return
+    run_in_background(hash_triton)
 
 
 def compile_kernel(

@@ -11,7 +11,7 @@ from typing import Any
 import triton
 
 from torch_bridge import cuda_driver
-from torch_bridge.compiler import hash_triton, run_in_background
+from torch_bridge.compiler import begin_to_hash_triton
 from torch_bridge.tiling import Device
 
 # A failed attempt is repeated after this many seconds, not on every call: it may run the C compiler for a second.
@@ -37,7 +37,7 @@ class DriverCheck:
             return None
         if self._failure is not None and time.monotonic() < self._failure[0] + RETRY_SECONDS:
             return self._failure[1]
-        run_in_background(hash_triton)
+        begin_to_hash_triton()
         try:
             triton.runtime.driver.active.utils  # noqa: B018
         except Exception as error:  # a broken compiler, header or driver raises errors of many types

@@ -158,8 +158,8 @@ def _too_many_columns(columns: int, _: Any) -> str | None:
 def _import_fails() -> str | None:
     """Returns why importing the kernels fails although triton is installed, or None.
 
-    Where JAX computes on a GPU, what a first kernel needs is begun: the build of the handler and the hash of Triton,
-    which take as long as the imports.
+    Where JAX computes on a GPU, what a first kernel needs is begun: the build of the handler, while this imports, and
+    then the hash of Triton.
     """
     used = context.other_device() is None and on_gpu()
     if used:
@@ -169,7 +169,7 @@ def _import_fails() -> str | None:
         if used:
             from torch_bridge import compiler
 
-            compiler.run_in_background(compiler.hash_triton)
+            compiler.begin_to_hash_triton()
     except (ImportError, AttributeError) as error:
         return f"needs Triton 3.6 or newer, but with the installed version its import fails ({error})"
     return None

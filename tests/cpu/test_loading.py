@@ -436,16 +436,21 @@ while os.waitpid(pid, os.WNOHANG) == (0, 0):
     assert "child has 1 2" in lines
 
 
-def test_triton_is_hashed_while_its_driver_is_compiled(loading, monkeypatch):
+def test_triton_is_hashed_while_its_driver_is_compiled_if_no_kernel_is_stored(loading, monkeypatch, tmp_path):
     import triton
 
-    from torch_bridge import gpu
+    from torch_bridge import compiler, gpu
 
-    called = threading.Event()
+    called, begun = threading.Event(), []
     monkeypatch.setattr(triton.runtime.cache, "triton_key", called.set)
     monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=None)))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
     assert gpu.DriverCheck()() is None
     assert called.wait(60)
+    (tmp_path / "cache" / "key").mkdir(parents=True)
+    monkeypatch.setattr(compiler, "run_in_background", begun.append)
+    assert gpu.DriverCheck()() is None
+    assert not begun
 
 
 def test_a_failure_of_the_driver_is_retried_and_a_success_is_not(monkeypatch):
