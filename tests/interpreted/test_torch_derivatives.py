@@ -4,6 +4,7 @@ The reference is `implementation="torch"`, whose operations autograd differentia
 """
 
 import functools
+import os
 
 import pytest
 from torch_calls import torch
@@ -20,8 +21,15 @@ FORMS = {  # cell, options
 }  # fmt: skip
 GATES = {"gru": 3, "lstm": 4, "mgu": 2, "rnn": 1, "norm_gru": 3}
 every_form = pytest.mark.parametrize("form", FORMS)
-with_kernels = pytest.param("triton", marks=pytest.mark.interpret)
-every_implementation = pytest.mark.parametrize("implementation", [None, with_kernels])
+with_kernels = [
+    pytest.param("triton", marks=getattr(pytest.mark, name), id=f"triton-{name}") for name in ("interpret", "gpu")
+]
+every_implementation = pytest.mark.parametrize("implementation", [None, *with_kernels])
+kernels_only = pytest.mark.parametrize("implementation", with_kernels)
+
+
+def device_of(implementation):
+    return "cuda" if implementation == "triton" and os.environ["TRITON_INTERPRET"] == "0" else "cpu"
 
 
 def arrays(form, dtype=torch.float64):
@@ -42,7 +50,7 @@ def run(form, implementation, xs, *given):
     states, weights, reset = given[:count], given[count : count + 4], given[count + 4 : 2 * count + 4]
     if options.pop("w_hr", False):
         options["w_hr"] = given[-1]
-    resets = torch.tensor([[0, 0], [0, 1], [1, 0], [0, 0]])
+    resets = torch.tensor([[0, 0], [0, 1], [1, 0], [0, 0]], device=xs.device)
     state, reset = (states, reset) if count == 2 else (states[0], reset[0])
     function = functools.partial(getattr(functional, cell), precision="tf32x3", implementation=implementation)
     resets = resets.T if "batch_first" in options else resets
@@ -58,11 +66,13 @@ def norm(kind, implementation, x, weight, bias, residual):
 
 def make(name, implementation):
     """Returns a function of several arrays with a number as its result, and the arrays in float64."""
+    function, generator = functools.partial(run, name, implementation), torch.Generator().manual_seed(0)
     if name in FORMS:
-        return functools.partial(run, name, implementation), arrays(name)
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((4, H), (H,), (H,), (4, H))]
-    return functools.partial(norm, name.removesuffix("-norm"), implementation), given
+        given = arrays(name)
+    else:
+        function = functools.partial(norm, name.removesuffix("-norm"), implementation)
+        given = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((4, H), (H,), (H,), (4, H))]
+    return function, [x.to(device_of(implementation)) for x in given]
 
 
 def assert_derivatives_match(name, implementation, derivative):
@@ -166,7 +176,9 @@ def test_second_derivatives_match_finite_differences(name):
 def test_modules_also_under_checkpoint(options, implementation):
     """Checks two directions, which are models of one launch, a stack, and blocks, each with a recomputed forward."""
     torch.manual_seed(0)
-    module, xs = nn.GRU(D, 4, **options, precision="tf32x3"), torch.randn(T, B, D).requires_grad_()
+    device = device_of(implementation)
+    module, xs = nn.GRU(D, 4, **options, precision="tf32x3", device=device), torch.randn(T, B, D, device=device)
+    xs.requires_grad_()
 
     def second(implementation, call):
         module.implementation = implementation
@@ -180,13 +192,13 @@ def test_modules_also_under_checkpoint(options, implementation):
         torch.testing.assert_close(second(implementation, call), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.interpret
-def test_kernels_save_no_input_projections():
+@kernels_only
+def test_kernels_save_no_input_projections(implementation):
     """Checks that a second derivative costs the first no memory: `[T, B, 3H]` is saved for none."""
-    xs, h0, *weights, _ = (x.float().requires_grad_() for x in arrays("gru"))
+    xs, h0, *weights, _ = (x.float().to(device_of(implementation)).requires_grad_() for x in arrays("gru"))
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(x.shape) or x, lambda x: x):
-        functional.gru(xs, h0, *weights, implementation="triton")
+        functional.gru(xs, h0, *weights, implementation=implementation)
     assert shapes and not any(shape[-1] == 3 * H and shape.numel() >= T * B * 3 * H for shape in shapes)
 
 
@@ -218,10 +230,11 @@ def test_operators_called_directly_raise_in_forward_mode(compiled):
         (torch.compile(tangent, backend="aot_eager") if compiled else tangent)(xp)
 
 
-@pytest.mark.interpret
-def test_backward_operators_called_directly_have_no_derivative():
-    xp, w_hh, b_hn, h0 = (torch.randn(s).requires_grad_() for s in ((1, T, B, 3 * H), (1, 3 * H, H), (1, H), (1, B, H)))
-    operators, options = torch.ops.torch_bridge, ("forward", "tf32x3", True, "triton")
+@kernels_only
+def test_backward_operators_called_directly_have_no_derivative(implementation):
+    shapes = (1, T, B, 3 * H), (1, 3 * H, H), (1, H), (1, B, H)
+    xp, w_hh, b_hn, h0 = (torch.randn(s, device=device_of(implementation), requires_grad=True) for s in shapes)
+    operators, options = torch.ops.torch_bridge, ("forward", "tf32x3", True, implementation)
     hs, _, *residuals = operators.gru(xp, w_hh, b_hn, h0, None, None, *options)
     dxp = operators.gru_backward(w_hh, hs, *residuals, None, hs.detach(), None, *options)[0]
     with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
@@ -236,9 +249,11 @@ def test_natural_gradient_of_a_recurrent_policy(implementation):
     """
     torch.manual_seed(0)
     gru, head = nn.GRU(D, H, precision="tf32x3", implementation=implementation), torch.nn.Linear(H, 3)
+    drawn = torch.randn(T, B, D), torch.randn(T, B), torch.randint(3, (T, B)), torch.rand(T, B) < 0.3
+    gru, head, observations, advantages, actions, resets = (
+        x.to(device_of(implementation)) for x in (gru, head, *drawn)
+    )
     parameters = [*gru.parameters(), *head.parameters()]
-    observations, advantages = torch.randn(T, B, D), torch.randn(T, B)
-    actions, resets = torch.randint(3, (T, B)), torch.rand(T, B) < 0.3
 
     def log_probabilities():
         return head(gru(observations, resets=resets)[0]).log_softmax(-1)
