@@ -303,6 +303,14 @@ def few_sequences() -> str:
     )
 
 
+def episodes() -> str:
+    """The times of sequences whose episodes run side by side, by how episodes begin."""
+    ms = figures("episodes")
+    peers = [heading for heading in PEERS if heading != "TorchRL Triton"]
+    table = recurrences(ms, dict.fromkeys(case for case, _ in ms), peers, 2)
+    return together(table, prose(ahead(ms), measured_on("episodes")))
+
+
 def other_cells() -> str:
     """The times of every cell but the LSTM."""
     ms, rows = figures("cells"), []
@@ -491,6 +499,7 @@ BLOCKS = {
     "scripts": scripts,
     "recurrences": all_recurrences,
     "few-sequences": few_sequences,
+    "episodes": episodes,
     "other-cells": other_cells,
     "many-agents": many_agents,
     "memory": memory,
