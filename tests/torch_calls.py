@@ -40,6 +40,29 @@ def moved(arguments, device):
     return tuple(map(move, arguments))
 
 
+def flat(tree):
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def with_gradients(function, leaves, *args, **kwargs):
+    """Returns the tensors among the results of a function, and the gradients of a fixed sum of them to `leaves`."""
+    outputs = flat(function(*args, **kwargs))
+    cotangents = [torch.linspace(-1, 1, x.numel(), device=x.device, dtype=x.dtype).reshape(x.shape) for x in outputs]
+    return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))]
+
+
+def capture(step):
+    """Returns a CUDA graph of a function, which it calls once before, and the results that a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads of JAX may call CUDA meanwhile
+        return graph, step()
+
+
 def tensor(x, dtype, device="cpu"):
     return torch.tensor(np.asarray(x, np.float64 if dtype == torch.float64 else np.float32), dtype=dtype, device=device)
 

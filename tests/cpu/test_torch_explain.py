@@ -78,6 +78,14 @@ def test_explain_names_the_kernels_of_a_gpu_that_is_not_there(device, hidden, pr
         assert text in str(explanation) and f"; {products} products, block_h " in str(explanation)
 
 
+def test_explain_tells_how_many_pieces_a_sequence_may_have():
+    rnn, xs = nn.GRU(D, 256, precision="tf32"), torch.ones(1024, 8, D)
+    for resets, pieces in ((None, 1), (torch.zeros(1024, 8), 33)):
+        explanation = explain(rnn, xs, resets=resets, device="h200")
+        assert [launch.tiling.pieces for launch in explanation.launches] == [pieces] * 2
+        assert str(explanation).count(f", pieces {pieces}") == 2
+
+
 def test_explain_follows_the_precision_of_pytorch():
     rnn, xs, found = nn.GRU(D, 128), torch.ones(128, 64, D), []
     for precision in ("high", "highest"):

@@ -1,20 +1,30 @@
 """Pieces of sequences between resets, side by side: all results have the bits of a run of whole sequences.
 
-`tests/compiled/test_emulated_loops.py` compares single launches; here are the transformations around them.
+`tests/compiled/test_emulated_loops.py` compares single launches; here are the transformations of JAX around them,
+PyTorch's functions and modules, and meshes.
 """
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from unittest import mock
 
 import calls
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch_calls
+from cases import Case
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, place
+from torch_calls import torch
 
 import torch_bridge.rnn_ops.kernels
+from torch_bridge import nn
 from torch_bridge.tiling import split_registers
 from torch_bridge.tiling.candidates import heuristic
 from torch_bridge.tiling.config import Tiling
@@ -57,14 +67,19 @@ def whole(config):
     return dataclasses.replace(config, pieces=1) if config.pieces > 1 else config
 
 
-def assert_same_bits(function, *args):
-    """Asserts that a function has the same results with pieces as without, and that launches had pieces."""
+def assert_same_results(run):
+    """Asserts that `run()` has the same results with pieces as without, and that launches had pieces."""
     with tilings(lambda config: config) as found:
-        cut = jax.device_get(jax.jit(lambda *xs: function(*xs))(*args))
+        cut = run()
     assert max(found) > 1
     with tilings(whole):
-        want = jax.device_get(jax.jit(lambda *xs: function(*xs))(*args))
+        want = run()
     calls.assert_same(cut, want)
+
+
+def assert_same_bits(function, *args):
+    """Asserts the same of a function of JAX, which is compiled anew for each."""
+    assert_same_results(lambda: jax.device_get(jax.jit(lambda *xs: function(*xs))(*args)))
 
 
 def arguments(cell, hidden, **options):
@@ -127,3 +142,68 @@ def test_one_sequence_of_many_episodes():
     resets = jnp.asarray(rng.random((1024, 1)) < 0.05, jnp.float32)
     call = calls.runner("gru", "triton", precision="default")
     assert_same_bits(calls.with_gradients(call), params, carry, xs, resets, state)
+
+
+CASES = [
+    Case("gru", STEPS, BATCH, 20, precision="highest", reset_state="h", models=2),
+    Case("gru", STEPS, BATCH, 64, reset_state="tbh", reverse=True, time_major=False),
+    Case("gru", STEPS, BATCH, 192, reset_state="bh", models=2),
+    Case("lstm", STEPS, BATCH, 64, precision="highest", cells=True, reset_dtype="float32"),
+    Case("lstm", STEPS, BATCH, 100, dtype="bf16", carry_dtype="bf16", reset_state="h", models=2),
+    Case("lstm", STEPS, BATCH, 300, reset_state="tbh", reverse=True, cells=True),
+    Case("mgu", STEPS, BATCH, 100), Case("layer_norm_gru", STEPS, BATCH, 192, reset_state="h"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_functions_of_pytorch(case):
+    inputs = cases.make_inputs(case)
+    assert_same_results(lambda: torch_calls.run(case, inputs, "triton", "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "options"),
+    [
+        ("GRU", 64, {}), ("GRU", 192, {"num_layers": 2, "bidirectional": True}), ("LSTM", 20, {"bidirectional": True}),
+        ("LSTM", 192, {"num_layers": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_modules_of_pytorch_eager_and_in_a_cuda_graph(kind, hidden, options):
+    """Replays a graph with other resets than those of its capture: a replay finds the pieces anew."""
+    torch.manual_seed(0)
+    rnn = getattr(nn, kind)(5, hidden, precision="tf32", implementation="triton", **options).to("cuda")
+    xs = torch.randn(STEPS, BATCH, 5, device="cuda").requires_grad_()
+    resets, others = torch.rand(2, STEPS, BATCH, device="cuda") < 0.2
+
+    def run():
+        resets_of_graph = others.clone()
+        step = functools.partial(torch_calls.with_gradients, rnn, [xs, *rnn.parameters()], xs)
+        eager = step(resets=resets)
+        graph, replayed = torch_calls.capture(lambda: step(resets=resets_of_graph))
+        resets_of_graph.copy_(resets)
+        for x in replayed:
+            x.fill_(torch.nan)
+        graph.replay()
+        calls.assert_same(*([x.cpu().numpy() for x in results] for results in (replayed, eager)))
+        return [x.cpu().numpy() for x in eager]
+
+    assert_same_results(run)
+
+
+@pytest.mark.parametrize("kind", ["shard_map", "auto", "explicit"])
+@pytest.mark.parametrize(("cell", "hidden"), [("gru", 64), ("lstm", 20), ("gru", 192)])
+def test_shards_of_a_mesh(cell, hidden, kind):
+    """Runs the same number of sequences on each GPU, of which there may be one."""
+    args = calls.arguments(cell, batch=(BATCH * len(jax.devices()),), steps=STEPS, hidden=hidden)
+    call, mesh = runner(cell, hidden), make_mesh(AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    state, sequence = P("data"), P(None, "data")
+    specs = P(), state, sequence, sequence, P()
+    if kind == "shard_map":
+        call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(state, sequence))
+
+    def loss(*args):
+        outputs = call(*args)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(outputs)), outputs
+
+    assert_same_bits(jax.value_and_grad(loss, range(5), has_aux=True), *place(mesh, specs, args))

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Case
-from torch_calls import CELLS, every_cell, run, torch
+from torch_calls import CELLS, capture, every_cell, flat, run, torch, with_gradients
 
 from torch_bridge import functional, nn
 
@@ -96,16 +96,6 @@ MODULES = [
     ("LSTM", {"num_layers": 2, "bidirectional": True}), ("LSTM", {"proj_size": 24, "batch_first": True}),
     ("RNN", {}), ("RNN", {"num_layers": 2, "bidirectional": True, "batch_first": True}),
 ]  # fmt: skip
-
-
-def flat(tree):
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-
-
-def with_gradients(function, leaves, *args, **kwargs):
-    outputs = flat(function(*args, **kwargs))
-    cotangents = [torch.linspace(-1, 1, x.numel(), device=x.device, dtype=x.dtype).reshape(x.shape) for x in outputs]
-    return [x.detach() for x in (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -213,14 +203,7 @@ def test_cuda_graph_of_both_passes_replays_the_same_bits(cell, H):
     def step():
         return with_gradients(module, leaves, xs, hx, resets=resets)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads of JAX may call CUDA meanwhile
-        captured = step()
+    graph, captured = capture(step)
     for seed in range(3):
         _, other, other_hx, other_resets = arguments(cell, H=H, seed=seed)
         with torch.no_grad():

@@ -17,7 +17,7 @@ import trees
 import weight_sums
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh
+from meshes import make_mesh, place
 
 import jaxrnn
 from jaxrnn import _bridge, recurrent, scan
@@ -93,13 +93,6 @@ def loss(cell, implementation, params, carry, xs, reset_state, resets, *, axis=N
 
 def with_gradients(cell, implementation, **options):
     return jax.value_and_grad(functools.partial(loss, cell, implementation, **options), range(4), has_aux=True)
-
-
-def place(mesh, specs, arguments):
-    return [
-        jax.tree.map(lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec)), x)
-        for x, spec in zip(arguments, specs, strict=True)
-    ]
 
 
 def compiled(function, arguments):

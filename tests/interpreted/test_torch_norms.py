@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from torch_calls import every_device, moved, torch
+from torch_calls import capture, every_device, moved, torch
 
 from torch_bridge import functional, nn, norm_ops
 
@@ -835,14 +835,7 @@ def test_cuda_graph_of_both_passes_replays_the_same_bits(kind):
     def step():
         return with_gradients(module, leaves, x, residual)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads of JAX may call CUDA meanwhile
-        captured = step()
+    graph, captured = capture(step)
     for _ in range(3):
         with torch.no_grad():
             x.normal_()
