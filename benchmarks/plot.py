@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from benchmarks.report import number, times, versions
 from benchmarks.results import AgentRow, Report, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from matplotlib.axes import Axes
@@ -222,24 +223,44 @@ def headline(report: Report) -> Figure:
 
 def small(report: Report) -> Figure:
     """Draws lines of milliseconds against B, for a GRU with T=128 and H=128."""
+    chosen = [case for case in cases.SMALL if (case.T, case.H) == (128, 128) and not case.reset_state]
+    figure, axes = _lines(report, "GRU, T=128, H=128", {case.B: case for case in chosen})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([case.B for case in chosen], [str(case.B) for case in chosen])
+    axes.set_xlabel("B, the number of sequences (log scale)")
+    return figure
+
+
+def episodes(report: Report) -> Figure:
+    """Draws lines of milliseconds against the share of steps that begin an episode, for few sequences."""
+    first = cases.EPISODES[0]
+    chosen = [
+        x for x in cases.EPISODES if not x.episode and dataclasses.replace(x, reset_rate=first.reset_rate) == first
+    ]
+    title = f"GRU, B={first.B}, T={first.T}, H={first.H}"
+    figure, axes = _lines(report, title, {100 * case.reset_rate: case for case in chosen})
+    axes.set_xscale("symlog")
+    axes.set_xticks([100 * case.reset_rate for case in chosen], [f"{case.reset_rate:.0%}" for case in chosen])
+    axes.set_xlabel("steps that begin an episode, at random")
+    return figure
+
+
+def _lines(report: Report, title: str, chosen: Mapping[float, cases.Case]) -> tuple[Figure, Axes]:
+    """Returns a figure with a line of milliseconds for each provider, over the keys of `chosen`, and its axes."""
     figure = _figure(report, 4)
     axes = figure.add_subplot()
-    axes.set_title("GRU, T=128, H=128: forward and backward with every gradient, TF32")
+    axes.set_title(f"{title}: forward and backward with every gradient, TF32")
     axes.grid(axis="y")
     axes.set_yscale("log")
     _label(axes.yaxis, "{x:g}")
     axes.set_ylabel("milliseconds (log scale; lower is better)")
     values = report.figures()
-    chosen = [case for case in cases.SMALL if (case.T, case.H) == (128, 128) and not case.reset_state]
     for name, (color, marker, legend) in STYLES.items():
-        points = [(case.B, values.get((str(case), name), math.nan)) for case in chosen]  # NaN interrupts the line
+        points = [(x, values.get((str(case), name), math.nan)) for x, case in chosen.items()]  # NaN interrupts the line
         if any(name == provider for _, provider in values):
             axes.plot(*zip(*points, strict=True), color=color, label=legend, marker=marker, markersize=5)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([case.B for case in chosen], [str(case.B) for case in chosen])
-    axes.set_xlabel("B, the number of sequences (log scale)")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+    return figure, axes
 
 
 def norm(report: Report) -> Figure:
@@ -287,6 +308,7 @@ FIGURES: dict[str, tuple[tuple[str, ...], Callable[..., Figure | None]]] = {
     "learning": (("ppo",), learning),
     "headline": (("headline",), headline),
     "small": (("small",), small),
+    "episodes": (("episodes",), episodes),
     "norm": (("norm",), norm),
 }
 SUITES = tuple(dict.fromkeys(suite for suites, _ in FIGURES.values() for suite in suites))

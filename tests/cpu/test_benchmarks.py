@@ -781,6 +781,10 @@ def test_lines_have_a_marker_each_and_stop_where_a_figure_is_missing():
     for line in axes.lines:
         assert [int(x) for x in line.get_xdata()] == [1, 2, 4, 8, 16, 32, 64]
         assert [int(x) for x, y in zip(*line.get_data(), strict=True) if np.isnan(y)] == [8]
+    rows = [row for case in cases.EPISODES if case.reset_rate != 0.1 for row in rows_of(case, jaxrnn=1.0, flax=3.0)]
+    (axes,) = plot.episodes(Report("episodes", MACHINE, {}, rows)).axes
+    for line in axes.lines:
+        assert [(x, np.isnan(y)) for x, y in zip(*line.get_data(), strict=True)] == [(0, False), (1, False), (10, True)]
     for styles in (plot.STYLES, plot.NORM_STYLES):
         assert len({marker for _, marker, *_ in styles.values()}) == len(styles)
 
