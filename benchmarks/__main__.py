@@ -14,13 +14,13 @@
     # write the tables and sentences with figures into README.md and docs
     python -m benchmarks pages
 
-Suites: headline small sweep episodes cells vmap torch torch-step acting dispatch
-memory compile accuracy ppo norm choice tilings. The default is all of them. Results go to
-benchmarks/results/GPU/SUITE.json, which is written after every row, so that an
-interrupted run keeps its finished rows. --as chooses kernels as for another
-GPU, compiles them to its PTX and assembles that for the GPU at hand; results
-then go to benchmarks/results/as-PROFILE-on-GPU. Other implementations run
-unchanged.
+Suites: headline small sweep episodes derivatives cells vmap torch torch-step
+acting dispatch memory compile accuracy ppo norm choice tilings. The default is
+all of them. Results go to benchmarks/results/GPU/SUITE.json, which is written
+after every row, so that an interrupted run keeps its finished rows. --as
+chooses kernels as for another GPU, compiles them to its PTX and assembles that
+for the GPU at hand; results then go to benchmarks/results/as-PROFILE-on-GPU.
+Other implementations run unchanged.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from benchmarks.results import AccuracyRow, Row
 
 SUITES = (
-    "headline", "small", "sweep", "episodes", "cells", "vmap", "torch", "torch-step", "acting", "dispatch", "memory",
-    "compile", "accuracy", "ppo", "norm", "choice", "tilings",
+    "headline", "small", "sweep", "episodes", "derivatives", "cells", "vmap", "torch", "torch-step", "acting",
+    "dispatch", "memory", "compile", "accuracy", "ppo", "norm", "choice", "tilings",
 )  # fmt: skip
 # The actions on existing results, with the options that each accepts; measuring accepts all options.
 VIEWS = {"show": ("out", "profile"), "plot": ("out", "profile"), "pages": ()}

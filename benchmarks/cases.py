@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["f32", "bf16"]
 Precision = Literal["tf32", "bf16"]  # of matrix products
+Derivative = Literal["", "jvp", "hvp"]
 
 # The cells that every suite measures. `CELLS` below has rows of the others.
 MEASURED = ("gru", "lstm")
@@ -39,6 +40,8 @@ class Case:
         axis.
       reset_state: the axes of the states that episodes start from, which have gradients: "H", "BH" or "TBH"; empty for
         zeros.
+      derivative: "jvp" for the outputs with their tangents, in place of a pass with gradients, or "hvp" for a product
+        with the Hessian of a loss, in forward mode over reverse mode; both in one direction of all weights and inputs.
     """
 
     cell: str
@@ -49,6 +52,7 @@ class Case:
     models: int = 0
     reset_state: Literal["", "H", "BH", "TBH"] = ""
     episode: int = 0
+    derivative: Derivative = ""
 
     def __str__(self) -> str:
         """Returns a label such as `GRU 2048,256,128` (B, T, H), with the other attributes that are not defaults."""
@@ -56,7 +60,8 @@ class Case:
         resets = "" if self.reset_rate == 0.01 else f" resets {100 * self.reset_rate:g} %"
         resets = f" episodes of {self.episode}" if self.episode else resets
         states = f" from [{','.join(self.reset_state)}]" if self.reset_state else ""
-        return f"{self.cell.upper()} {self.B},{self.T},{self.H}{models}{resets}{states}"
+        derivative = f" {self.derivative}" if self.derivative else ""
+        return f"{self.cell.upper()} {self.B},{self.T},{self.H}{models}{resets}{states}{derivative}"
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -128,6 +133,8 @@ EPISODES = tuple(
     )
     for rate, episode in ((0.0, 0), (0.01, 0), (0.1, 0), (0.01, 25), (0.01, 52), (0.01, 200))
 )  # fmt: skip
+# What XLA computes of a recurrence that kernels run: tangents.
+DERIVATIVES = tuple(Case("gru", B, 128, 128, derivative=derivative) for B in (64, 16) for derivative in ("jvp", "hvp"))
 # Every other cell beside the GRU, whose time is the measure.
 CELLS = tuple(
     Case(cell, *shape)
@@ -357,10 +364,8 @@ NORMS = tuple(
 
 def find(label: str) -> Case:
     """Returns the case with this label."""
-    cases = {
-        str(case): case
-        for case in (*HEADLINE, *SMALL, *SWEEP, *EPISODES, *CELLS, *VMAP, *TORCH, TORCH_STEP, *COMPILE, *ACCURACY)
-    }
+    of_passes = *HEADLINE, *SMALL, *SWEEP, *EPISODES, *DERIVATIVES, *CELLS, *VMAP
+    cases = {str(case): case for case in (*of_passes, *TORCH, TORCH_STEP, *COMPILE, *ACCURACY)}
     if label not in cases:
         raise ValueError(f"no case {label!r}; there are {', '.join(cases)}")
     return cases[label]
@@ -371,7 +376,8 @@ def make_inputs(case: Case) -> dict[str, NDArray[Any]]:
 
     The arrays are the weights (shapes as in `Case.weights`), `xs [T, B, H]`, `h0 [B, H]` (and `c0` for an LSTM),
     boolean `resets [T, B]`, `ct_ys [T, B, H]`, and the states that episodes start from (`reset_states`). If `models` is
-    S, not 0, every array has a leading axis `[S]`.
+    S, not 0, every array has a leading axis `[S]`. If there is a `derivative`, its direction has `along_xs` for `xs`,
+    and so for each weight and state.
     """
     rng = np.random.default_rng(zlib.crc32(str(case).encode()))
     lead = (case.models,) if case.models else ()
@@ -393,4 +399,6 @@ def make_inputs(case: Case) -> dict[str, NDArray[Any]]:
         inputs["resets"] = (np.arange(case.T)[:, None] + elapsed) % case.episode == 0
     for name, shape in reset_states(case).items():
         inputs[name] = 0.5 * normal(*shape)
+    for name in (*case.weights, *reset_states(case), "xs") if case.derivative else ():
+        inputs[f"along_{name}"] = rng.permuted(inputs[name])
     return inputs

@@ -21,7 +21,7 @@ from jaxrnn.cells import CELLS
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from benchmarks.cases import Case, Dtype, NormCase, Precision
+    from benchmarks.cases import Case, Derivative, Dtype, NormCase, Precision
     from benchmarks.providers import Provider, Ready
     from benchmarks.results import Row
 
@@ -72,14 +72,48 @@ def of_gradients(gradients: Arrays) -> Arrays:
     return {f"d{name}": x for name, x in gradients.items()}
 
 
-def run_cell(cell: str, inputs: Arrays, *, gradients: bool = True, **options: Any) -> Arrays:
-    """Returns `ys` of a cell's function and the gradients `dxs`, `dw_ih`, ..., if wanted, for the cotangent `ct_ys`."""
+def differentiate(
+    derivative: Derivative, forward: Callable[..., jax.Array], arguments: tuple[Any, ...], along: tuple[Any, ...],
+    ct_ys: jax.Array,
+) -> tuple[Arrays, tuple[Any, ...]]:  # fmt: skip
+    """Differentiates `forward(*arguments) -> ys`, as `cases.Case.derivative` says.
+
+    Returns:
+      The outputs, by name, and for each argument its gradient, given the cotangent `ct_ys`, or its part of the product
+      with the Hessian. With "jvp", the tangents `dys` are among the outputs, and there are no gradients.
+    """
+    if derivative == "jvp":
+        ys, dys = jax.jvp(forward, arguments, along)
+        return {"ys": ys, "dys": dys}, ()
+    if derivative == "hvp":
+        # the gradient of the loss by the outputs depends on these, as in an agent
+
+        def loss(*arguments: Any) -> jax.Array:
+            return jnp.sum(ct_ys * forward(*arguments) ** 2) / 2
+
+        return {}, jax.jvp(jax.grad(loss, range(len(arguments))), arguments, along)[1]
+    ys, vjp = jax.vjp(forward, *arguments)
+    return {"ys": ys}, vjp(ct_ys)
+
+
+def run_cell(
+    cell: str, inputs: Arrays, *, gradients: bool = True, derivative: Derivative = "", **options: Any
+) -> Arrays:
+    """Returns `ys` of a cell's function and the gradients `dxs`, `dw_ih`, ..., or what else `differentiate` returns.
+
+    Without `gradients`, it returns `ys` alone.
+    """
     fixed: Arrays = {name: inputs[name] for name in ("h0", "c0", "resets", "ct_ys") if name in inputs}
-    differentiated = {name: x for name, x in inputs.items() if name not in fixed}
+    along = {name.removeprefix("along_"): x for name, x in inputs.items() if name.startswith("along_")}
+    differentiated = {name: x for name, x in inputs.items() if name not in fixed and not name.startswith("along_")}
+
+    def run(arrays: Arrays) -> jax.Array:
+        return forward(cell, arrays, fixed, **options)
+
     if not gradients:
-        return {"ys": forward(cell, differentiated, fixed, **options)}
-    ys, vjp = jax.vjp(lambda arrays: forward(cell, arrays, fixed, **options), differentiated)
-    return {"ys": ys, **of_gradients(*vjp(fixed["ct_ys"]))}
+        return {"ys": run(differentiated)}
+    results, of_arguments = differentiate(derivative, run, (differentiated,), (along,), fixed["ct_ys"])
+    return results | (of_gradients(*of_arguments) if of_arguments else {})
 
 
 class Truth(Protocol):
@@ -108,7 +142,7 @@ class Oracle:
 
         def run(arrays: Arrays) -> Arrays:
             wide = {name: x if x.dtype == bool else x.astype(jnp.float64) for name, x in arrays.items()}
-            return run_cell(case.cell, wide, implementation="xla", precision="highest")
+            return run_cell(case.cell, wide, derivative=case.derivative, implementation="xla", precision="highest")
 
         self._run = jax.jit(jax.vmap(run) if case.models else run)
 

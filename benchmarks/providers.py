@@ -118,6 +118,8 @@ class Provider:
       resets: whether it supports resets; if not, it is checked and timed without them.
       reset_states: whether its pass takes the states that episodes start from.
       vmap: whether it can run many models at once.
+      derivatives: whether it is measured with derivatives beyond the first gradient. Those of suite `derivatives` that
+        are not raise for these.
       needs: the modules that it imports.
       bounded: whether its first call may take minutes, and is therefore first tried in a process that can be stopped.
     """
@@ -130,6 +132,7 @@ class Provider:
     resets: bool = True
     reset_states: bool = False
     vmap: bool = True
+    derivatives: bool = False
     needs: tuple[str, ...] = ()
     bounded: bool = False
 
@@ -163,12 +166,17 @@ class Provider:
             return "has no vmap"
         if case.reset_state and not self.reset_states:
             return "is measured with episodes that start from zeros"
+        if case.derivative and not self.derivatives:
+            return "raises for derivatives beyond the first gradient"
         return None
 
 
-def _weights(case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the weights, and the states that episodes start from, which have gradients as well."""
-    return {name: arrays[name] for name in (*case.weights, *cases.reset_states(case))}
+def _weights(case: Case, arrays: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the weights, and the states that episodes start from, which have gradients as well.
+
+    With the prefix "along_", it returns the direction of a derivative.
+    """
+    return {name: arrays[prefix + name] for name in (*case.weights, *cases.reset_states(case))}
 
 
 # JAX.
@@ -177,24 +185,32 @@ def _weights(case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def jax_pass(
     case: Case,
     forward: Callable[[Any, Any, Any], jax.Array],
-    weights: Any,
     arrays: Arrays,
+    convert: Callable[[Arrays], Any] = lambda weights: weights,
     canonical: Callable[[Any], Arrays] = oracle.of_gradients,
 ) -> JaxPass:
-    """Returns the pass of `forward(weights, xs, fixed) -> ys`; `canonical` names the gradients of `weights`.
+    """Returns the pass of `forward(weights, xs, fixed) -> ys`, or a derivative of it (`cases.Case.derivative`).
 
-    `xs`, the cotangent of `ys`, and `fixed`, which has no gradients, are of `arrays`.
+    All arguments are of `arrays`, and `fixed` has no gradients. `convert` lays the weights out, and `canonical` names
+    their gradients.
     """
 
-    def run(weights: Any, xs: jax.Array, fixed: Any, ct_ys: jax.Array) -> Any:
-        ys, vjp = jax.vjp(lambda weights, xs: forward(weights, xs, fixed), weights, xs)
-        return ys, *vjp(ct_ys)
+    def run(weights: tuple[Any, Any], xs: tuple[jax.Array, Any], fixed: Any, ct_ys: jax.Array) -> Any:
+        arguments, along = zip(weights, xs, strict=True)
+        return oracle.differentiate(
+            case.derivative, lambda weights, xs: forward(weights, xs, fixed), arguments, along, ct_ys
+        )
 
+    def named(result: Any) -> Arrays:
+        outputs, gradients = result
+        return outputs | ({"dxs": gradients[1], **canonical(gradients[0])} if gradients else {})
+
+    along = convert(_weights(case, arrays, "along_")) if case.derivative else None
     fixed = {name: arrays[name] for name in ("h0", "c0", "resets", "lengths") if name in arrays}
     return JaxPass(
         jax.jit(jax.vmap(run) if case.models else run),
-        (weights, arrays["xs"], fixed, arrays["ct_ys"]),
-        lambda result: {"ys": result[0], "dxs": result[2], **canonical(result[1])},
+        ((convert(_weights(case, arrays)), along), (arrays["xs"], arrays.get("along_xs")), fixed, arrays["ct_ys"]),
+        named,
     )
 
 
@@ -207,8 +223,7 @@ def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: 
     def forward(weights: Arrays, xs: jax.Array, fixed: Arrays) -> jax.Array:
         return oracle.forward(case.cell, {**weights, "xs": xs}, fixed, **options)
 
-    arrays = inputs.jax(dtype, True)
-    return jax_pass(case, forward, _weights(case, arrays), arrays)
+    return jax_pass(case, forward, inputs.jax(dtype, True))
 
 
 class FlaxCell(NamedTuple):
@@ -295,13 +310,12 @@ def from_flax(case: Case, variables: Any) -> Arrays:
 
 def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.Array, jax.Array], Any]) -> JaxPass:
     """Returns the pass of a module with the parameters of Flax's cell: `apply(variables, carry, xs, resets) -> ys`."""
-    arrays = inputs.jax("f32", True)
 
     def forward(variables: Any, xs: jax.Array, fixed: Arrays) -> Any:
         return apply(variables, oracle.initial_carry(fixed), xs, fixed["resets"])
 
-    variables = to_flax(case, _weights(case, arrays))
-    return jax_pass(case, forward, variables, arrays, functools.partial(from_flax, case))
+    layouts = functools.partial(to_flax, case), functools.partial(from_flax, case)
+    return jax_pass(case, forward, inputs.jax("f32", True), *layouts)
 
 
 def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -349,8 +363,7 @@ def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, fixed: Arrays
 
 def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
     """Builds the pass of `hoisted_scan`."""
-    arrays = inputs.jax("f32", True)
-    return jax_pass(case, functools.partial(hoisted_scan, cells.CELLS[case.cell]), _weights(case, arrays), arrays)
+    return jax_pass(case, functools.partial(hoisted_scan, cells.CELLS[case.cell]), inputs.jax("f32", True))
 
 
 def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -358,23 +371,24 @@ def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
     from jax.experimental import rnn
 
     arrays, H = inputs.jax("f32", False), case.H
-    flat = jnp.concatenate(
-        [arrays["w_ih"].T.ravel(), arrays["w_hh"].T.ravel(), arrays["b"], jnp.zeros_like(arrays["b"])]
-    )
+
+    def flatten(weights: Arrays) -> jax.Array:
+        b = weights["b"]
+        return jnp.concatenate([weights["w_ih"].T.ravel(), weights["w_hh"].T.ravel(), b, jnp.zeros_like(b)])
 
     def forward(flat: jax.Array, xs: jax.Array, fixed: Arrays) -> jax.Array:
         h0, c0, lengths = fixed["h0"], fixed["c0"], fixed["lengths"]
         return rnn.lstm(xs, h0[None], c0[None], flat, lengths, H, H, 1, 0.0, False)[0]
 
     def canonical(result: Any) -> Arrays:
-        ys, gradient, dxs = result
+        outputs, (gradient, dxs) = result
         w_ih, w_hh, b_ih, _ = jnp.split(gradient, np.cumsum([4 * H * H, 4 * H * H, 4 * H]))
         gradients = {"dw_ih": w_ih.reshape(4 * H, H).T, "dw_hh": w_hh.reshape(4 * H, H).T, "db": b_ih}
-        return {"ys": ys.swapaxes(0, 1), "dxs": dxs.swapaxes(0, 1), **gradients}
+        return {"ys": outputs["ys"].swapaxes(0, 1), "dxs": dxs.swapaxes(0, 1), **gradients}
 
     batch_first = {name: jnp.swapaxes(arrays[name], 0, 1).copy() for name in ("xs", "ct_ys")}
-    states = {"h0": arrays["h0"], "c0": arrays["c0"], "lengths": jnp.full(case.B, case.T, jnp.int32)}
-    built = jax_pass(case, forward, flat, states | batch_first)
+    lengths = jnp.full(case.B, case.T, jnp.int32)
+    built = jax_pass(case, forward, arrays | batch_first | {"lengths": lengths}, flatten)
     return dataclasses.replace(built, canonical=canonical)
 
 
@@ -627,7 +641,7 @@ EVERY_CELL = tuple(cells.CELLS)
 ALL = (
     Provider(
         "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), cells=EVERY_CELL, reset_states=True,
-        needs=("torch", "triton"),
+        derivatives=True, needs=("torch", "triton"),
     ),
     Provider(
         "jaxrnn-remat", functools.partial(jaxrnn_pass, implementation="triton", remat=True), cells=EVERY_CELL,
@@ -650,9 +664,13 @@ ALL = (
     ),
     Provider(
         "jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), cells=EVERY_CELL, reset_states=True,
+        derivatives=True,
     ),
-    Provider("flax", flax_pass, cells=tuple(name for name, cell in FLAX.items() if cell.linen is not None)),
-    Provider("hoisted-scan", hoisted_scan_pass, cells=EVERY_CELL, reset_states=True),
+    Provider(
+        "flax", flax_pass, cells=tuple(name for name, cell in FLAX.items() if cell.linen is not None),
+        derivatives=True,
+    ),
+    Provider("hoisted-scan", hoisted_scan_pass, cells=EVERY_CELL, reset_states=True, derivatives=True),
     Provider("jax-cudnn-lstm", jax_cudnn_pass, cells=("lstm",), resets=False, vmap=False),
     Provider("torch_bridge", torch_bridge_pass, vmap=False, needs=("torch", "triton")),
     Provider(

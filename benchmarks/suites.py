@@ -66,6 +66,15 @@ def time_targets(case: Case) -> dict[str, float]:
     return {} if target is None else {"jaxrnn": target.tf32, "jaxrnn-bf16": target.bf16}
 
 
+DERIVATIVES = ("jaxrnn", "jaxrnn-xla", "flax", "hoisted-scan", "torch-cudnn", "torchrl")
+
+
+def derivatives(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Times tangents of the outputs and Hessian-vector products."""
+    providers = settings.chosen([PROVIDERS[name] for name in DERIVATIVES])
+    return passes(cases.DERIVATIVES, settings, progress, providers=providers)
+
+
 # For users of PyTorch.
 
 
@@ -554,6 +563,7 @@ SUITES: dict[str, Suite] = {
     "small": functools.partial(passes, cases.SMALL, targets=time_targets),
     "sweep": functools.partial(passes, cases.SWEEP, targets=time_targets),
     "episodes": functools.partial(passes, cases.EPISODES),
+    "derivatives": derivatives,
     "cells": functools.partial(passes, cases.CELLS),
     "vmap": functools.partial(passes, cases.VMAP, targets=lambda case: {"jaxrnn": cases.VMAP[case]}),
     "torch": torch,

@@ -37,7 +37,7 @@ def test_command_line_knows_every_suite():
 
 def test_labels_tell_the_cases_of_a_suite_apart():
     """Results have the labels alone. `find` looks for a case in all suites of recurrences."""
-    of_sizes = *cases.HEADLINE, *cases.SMALL, *cases.SWEEP, *cases.EPISODES
+    of_sizes = *cases.HEADLINE, *cases.SMALL, *cases.SWEEP, *cases.EPISODES, *cases.DERIVATIVES
     for case in (*of_sizes, *cases.VMAP, *cases.TORCH, cases.TORCH_STEP):
         assert cases.find(str(case)) == case
     for table in (cases.NORMS, cases.CHOICE):
@@ -45,6 +45,7 @@ def test_labels_tell_the_cases_of_a_suite_apart():
     assert str(cases.NormCase("rms", "bwd", "bf16", 8192, 4096)) == "RMSNorm bwd bf16 8192x4096"
     assert str(Case("gru", 5, 4, 12, reset_rate=0.3, reset_state="BH")) == "GRU 5,4,12 resets 30 % from [B,H]"
     assert str(Case("gru", 5, 4, 12, episode=3)) == "GRU 5,4,12 episodes of 3"
+    assert str(Case("gru", 5, 4, 12, derivative="hvp")) == "GRU 5,4,12 hvp"
     with pytest.raises(ValueError, match="no case 'GRU 1,2,3'"):
         cases.find("GRU 1,2,3")
 
@@ -58,15 +59,17 @@ RESET_STATES = [
         ("hoisted-scan", "lstm", "H"), ("hoisted-scan", "lstm", "BH"), ("hoisted-scan", "gru", "TBH"),
     ]
 ]  # fmt: skip
+DERIVATIVES = [dataclasses.replace(case, derivative=name) for case in TINY for name in ("jvp", "hvp")]
 ON_TORCH = ["torch-cudnn", "torch-cudnn-packed", "torch_bridge", "torch-cell"]
 ON_TORCH += ["torch-cudnn-bf16", "torch-cudnn-packed-bf16"]
 CHECKED = [
     *itertools.product(("jaxrnn-xla", "flax", "hoisted-scan", "jaxrnn-linen"), (*TINY, *OTHER_CELLS)),
     *itertools.product(ON_TORCH, TINY),
     *RESET_STATES,
+    *itertools.product(("jaxrnn", "jaxrnn-xla", "flax", "hoisted-scan"), DERIVATIVES),
     *itertools.product(("jaxrnn-xla", "flax"), [Case("gru", 3, 5, 8, reset_rate=0.2, models=2)]),
 ]
-MARKS = {name: pytest.mark.torch for name in ON_TORCH} | {"jaxrnn-linen": pytest.mark.interpret}
+MARKS = dict.fromkeys(ON_TORCH, pytest.mark.torch) | dict.fromkeys(("jaxrnn", "jaxrnn-linen"), pytest.mark.interpret)
 
 
 @functools.cache
@@ -164,6 +167,21 @@ def test_modules_for_pytorch_are_checked_and_timed_beside_others(monkeypatch, to
     assert [row.note for row in rows] == ["", "", "", "without resets", "", *[""] * 5]
     assert "torch_bridge" not in {provider.name for provider in suites.compared(Settings())}
     assert "torch_bridge" in {provider.name for provider in suites.compared(Settings(only=("torch_bridge",)))}
+
+
+def test_derivatives_are_timed_beside_peers_that_raise_for_them(monkeypatch):
+    monkeypatch.setattr(cases, "DERIVATIVES", DERIVATIVES[:2])
+    monkeypatch.setattr(providers.Provider, "unavailable", lambda self: None)
+    rows = list(suites.derivatives(Settings(seconds=0.01, rounds=2, skip=("jaxrnn",)), lambda _: None))
+    names = [name for name in suites.DERIVATIVES if name != "jaxrnn"]
+    assert [(row.case, row.provider) for row in rows] == [*itertools.product(map(str, DERIVATIVES[:2]), names)]
+    for row in rows:
+        raises = row.provider.startswith("torch")
+        assert row.status == ("unsupported" if raises else "measured") and (row.value is None) == raises, row
+    assert {row.error_of for row in rows[:3]} <= {"ys", "dys"} and rows[6].error_of.startswith("d")
+    table = printed(Report("derivatives", MACHINE, {}, rows))
+    assert "GRU 5,4,12 resets 30 % hvp" in table
+    assert table.count("unsupported: raises for derivatives beyond the first gradient") == 4
 
 
 @INDUCTOR
@@ -283,12 +301,13 @@ def test_provider_with_its_own_graphs_is_checked_on_the_third_call():
 DOT = r" dot\(| custom-call\(.*matmul"
 
 
+@pytest.mark.parametrize("case", [TINY[0], *DERIVATIVES[:2]], ids=str)
 @pytest.mark.parametrize("name", ["jaxrnn-xla", "flax", "hoisted-scan"])
-def test_looped_passes_compute_everything_in_every_iteration(name):
+def test_looped_passes_compute_everything_in_every_iteration(name, case):
     """XLA must hoist nothing out of the loop, as it hoists input projections if the loop does not carry the weights."""
-    inputs, truth = numbers_and_truth(TINY[0])
+    inputs, truth = numbers_and_truth(case)
     provider = providers.PROVIDERS[name]
-    built = provider.build(TINY[0], inputs)
+    built = provider.build(case, inputs)
     many = harness.trace_loop(built, 3)()
     checked = check(provider, providers.Ready(many, built.canonical), truth)
     assert checked.status == "measured", checked.reason
