@@ -296,6 +296,39 @@ def test_the_derivative_of_a_gradient_by_its_cotangent_alone_is_a_gradient(imple
     assert_close(along_scale(2.0), jax.jit(gradient)(1.0))
 
 
+def learned_update(implementation, dtype):
+    """Returns the loss of an agent as a function of the network whose targets it learns, and this network's parameters.
+
+    As in LPG and DiscoRL, the network reads the agent's trajectories from their last step to the first, with resets.
+    """
+    network, x = function("lstm", implementation, dtype, call=MORE, reset_state=False, reverse=True)
+    start, want = random_like((jnp.zeros((2, 2), dtype), x["xs"]), 3)
+
+    def predict(agent):
+        return jnp.tanh(x["xs"] @ agent)
+
+    def loss(params):
+        agent = start
+        for _ in range(2):
+            targets = network(x | {"params": params, "xs": predict(agent)})[1][..., :2]
+            agent = gradient_step(lambda agent, targets=targets: square(predict(agent) - targets) / 2, agent)
+        return square(predict(agent) - want)
+
+    return loss, x["params"]
+
+
+@kernels_only
+def test_the_gradient_through_learned_updates_is_of_first_order(implementation):
+    def compute(implementation, dtype):
+        loss, params = learned_update(implementation, dtype)
+        return jax.jit(jax.grad(loss))(params)
+
+    check(compute)
+    loss, params = learned_update(implementation, jnp.float32)
+    assert launches(jax.grad(loss), params) == (2, 2)
+    assert derivatives.tangent_p.name not in str(jax.make_jaxpr(jax.grad(loss))(params))
+
+
 @kernels_only
 def test_tangents_of_one_argument_cost_none_of_the_others(implementation):
     f, x = function("gru", implementation, jnp.float32)
