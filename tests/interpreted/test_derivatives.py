@@ -89,6 +89,9 @@ TRANSFORMS = {
     )(jnp.asarray([1.0, 0.5], x["xs"].dtype)),
     "grad-of-checkpoint": lambda f, x: jax.grad(lambda x: square(jax.grad(jax.checkpoint(loss_of(f)))(x)))(x),
     "gauss-newton": lambda f, x: jax.vjp(f, x)[1](jvp(f, x)[1])[0],
+    "gauss-newton-by-transpose": lambda f, x: (
+        lambda tangent: jax.linear_transpose(tangent, x)(tangent(along(x)))[0]
+    )(jax.linearize(f, x)[1]),
     "jvp-of-while": lambda f, x: jvp(
         lambda x: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] + loss_of(f)(x)), (0, 0.0)), x
     )[1][1],
