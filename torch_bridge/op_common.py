@@ -222,9 +222,9 @@ FORWARD_MODE = "in forward mode, PyTorch operations compute results and tangents
 
 
 def in_forward_mode() -> bool:
-    """Whether tangents may be requested: whether this runs in a dual level, as `torch.func.jvp` does.
+    """Returns whether forward mode, such as `torch.func.jvp`, is active, so that tensors may have tangents.
 
-    Which tensors have tangents cannot be asked: a transformation of `torch.func` hides those of an outer one.
+    PyTorch does not tell which tensors have them: a transformation of `torch.func` hides the tangents of an outer one.
     """
     return forward_ad._current_level >= 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrnn._bridge.derivatives import TANGENT, tangent_p
 from jaxrnn._bridge.primitive import launch_p
-from jaxrnn._bridge.tracing import bodies
+from jaxrnn._bridge.tracing import bodies, types_of_arrays
 from torch_bridge.records import DIRECTIONS, LaunchRecord, record_launch, record_tangent
 
 if TYPE_CHECKING:
@@ -65,6 +65,6 @@ def _record(eqn: Any, device: Any, times: int | None) -> list[LaunchRecord]:
     kind = eqn.params["kind"]
     if any(0 in x.aval.shape for x in eqn.outvars):
         return []  # nothing is launched
-    arrays = {name: x.aval for name, x in zip(eqn.params["inputs"], eqn.invars, strict=True)}
+    arrays = types_of_arrays(eqn)
     record = record_of(kind, kind.choose(arrays, device), arrays)
     return [] if record is None else [dataclasses.replace(record, times=times)]

@@ -44,10 +44,14 @@ def compile_launches(jaxpr: Jaxpr) -> None:
     """Starts to compile the launches of a jaxpr."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is launch_p:
-            arrays = {name: x.aval for name, x in zip(eqn.params["inputs"], eqn.invars, strict=True)}
-            _compile_in_background(eqn.params["kind"], arrays)
+            _compile_in_background(eqn.params["kind"], types_of_arrays(eqn))
         for body in bodies(eqn.params.values()):
             compile_launches(body)
+
+
+def types_of_arrays(eqn: Any) -> dict[str, Any]:
+    """Returns the types of the arrays that an equation launches a kernel on, by name."""
+    return {name: x.aval for name, x in zip(eqn.params["inputs"], eqn.invars, strict=True)}
 
 
 def bodies(values: Any) -> Iterator[Jaxpr]:

@@ -192,8 +192,8 @@ def wrapped(wrap):
     return make
 
 
-# Sequences enough for an LSTM's products and cells to have errors that compare: those of six numbers, in whose sums
-# most digits cancel, differ by more than a factor of two from draw to draw.
+# Projected LSTMs run eight sequences. With two, some results have six numbers, and the ratio of the rounding errors of
+# two implementations exceeds two in some draws.
 MORE = {"batch": (8,)}
 
 # Each maps (implementation, dtype) to a function of a tree, and the tree.

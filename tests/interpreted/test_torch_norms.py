@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from torch_calls import capture, every_device, moved, torch
+from torch_calls import capture, every_device, moved, torch, with_gradients
 
 from torch_bridge import functional, nn, norm_ops
 
@@ -763,12 +763,6 @@ def module_and_inputs(kind, dtype=torch.float32, device=DEVICE, columns=100):
         for x in module.parameters():
             x.normal_()
     return module, *(torch.randn(6, 7, columns).to(device, dtype).requires_grad_() for _ in range(2))
-
-
-def with_gradients(function, leaves, *args):
-    y, total = function(*args)
-    ct = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).reshape(y.shape)
-    return [x.detach() for x in (y, total, *torch.autograd.grad((y, total), leaves, (ct, ct.to(total.dtype))))]
 
 
 def assert_bits(got, want):

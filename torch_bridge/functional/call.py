@@ -41,6 +41,12 @@ class Direction(NamedTuple):
         """Returns the arrays in one tuple."""
         return (*self[:5], *self.states, self.resets, *self.reset_states)
 
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor | None], states: int) -> Direction:
+        """Returns the direction, with so many states, whose `tensors()` these are."""
+        of_states, (resets, *reset_states) = tensors[5 : 5 + states], tensors[5 + states :]
+        return cls._make((*tensors[:5], tuple(of_states), resets, tuple(reset_states)))
+
 
 class Call(NamedTuple):
     """The arrays and the options of a call of a layer.

@@ -99,10 +99,8 @@ def _projection(call: Call, layout: Layout) -> tuple[Any, ...]:
 
 def _compute_projection(options: Call, layout: Layout, states: int, xs: Tensor, *arrays: Any) -> Tensor:
     """Computes what `_projection` describes; `arrays` are those of each direction, with so many states."""
-    layer, count = [], len(arrays) // layout.directions
-    for first in range(0, len(arrays), count):
-        weights, others = arrays[first : first + 5], arrays[first + 5 : first + count]
-        layer.append(Direction._make((*weights, others[:states], others[states], others[states + 1 :])))
+    count = len(arrays) // layout.directions
+    layer = [Direction.from_tensors(arrays[i : i + count], states) for i in range(0, len(arrays), count)]
     with op_common.autocast_off(xs.device.type):
         return layout.sequence(_project_inputs(options._replace(xs=xs, directions=layer), layout)[0])
 
