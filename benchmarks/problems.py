@@ -36,13 +36,14 @@ def make_problem(
     reset_state: ResetState = "zeros",
     in_place: bool = False,
     halves: bool = True,
+    tangent: bool = False,
 ) -> Problem:
     """Returns a problem with every array that a kernel can take together with a reset state: the worst case.
 
     With the reset state "zeros", the problem has only common arrays (`Problem.has_only_common_arrays`): no per-step
     cell states, and no gradients of these, either. With `in_place`, the residuals of a GRU in TF32 overwrite its input
     projections. Without `halves`, the residuals are float32 in TF32 too, as JAX may declare them: see
-    `torch_bridge.tiling.with_residual_dtypes`.
+    `torch_bridge.tiling.with_residual_dtypes`. With `tangent`, a forward launch runs the tangent of the pass.
     """
     operand, precision = KINDS[kind]
     spec = CELLS[cell]
@@ -55,7 +56,8 @@ def make_problem(
     names = {"w_hh_t" if direction == "fwd" else "w_hh": operand, "reset": "bool"}
     if direction == "fwd":
         names |= {f"reset_{s}": "float32" for s in states if reset_state != "zeros"}
-        names |= {"xp": "float32"} | backward | ({"b_hn": "float32"} if spec.last_gate_separate else {})
+        biased = spec.last_gate_separate and not tangent
+        names |= {"xp": "float32"} | backward | ({"b_hn": "float32"} if biased else {})
         names |= dict.fromkeys(norm_arrays(spec.norm), "float32")
         names |= {f"{s}{suffix}": "float32" for s in states for suffix in ("0", "s", "_last")}
         if reset_state == "zeros":
@@ -69,8 +71,9 @@ def make_problem(
             names.pop("dcs", None)
     norm_width = hidden + INPUTS if spec.norm else 0
     return Problem(
-        cell, direction, 1, 1, steps, batch, hidden, tuple(names.items()), reset_state, False, precision, norm_width
-    )
+        cell, direction, 1, 1, steps, batch, hidden, tuple(names.items()), reset_state, False, precision, norm_width,
+        tangent,
+    )  # fmt: skip
 
 
 def norm_arrays(norm: str) -> tuple[str, ...]:
@@ -96,14 +99,17 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     if fixed or name.endswith(("0", "_last")):
         return problem.groups, problem.batch, hidden
     saved = wide if problem.has_packed_residuals else dict(CELLS[problem.cell].residuals)["local_grads"] * hidden
-    width = {"xp": wide, "dxp": wide, "local_grads": saved}.get(name, hidden)
+    added = hidden if problem.tangent else wide
+    width = {"xp": added, "dxp": wide, "local_grads": saved}.get(name, hidden)
     return problem.groups, problem.steps, problem.batch, width
 
 
 def outputs_of(problem: Problem) -> list[str]:
     """Returns the names of the arrays that the kernel writes."""
     if problem.direction == "fwd":
-        written = {"hs", "cs", "h_last", "c_last", "local_grads", "dc_dh", "carry_gate", "norm_state", "scale"}
+        written = {"hs", "cs", "h_last", "c_last"}
+        if not problem.tangent:
+            written |= {"local_grads", "dc_dh", "carry_gate", "norm_state", "scale"}
     else:
         written = {"dxp", "dhn", "dnorm", "dh0", "dc0", "dreset_h", "dreset_c"}
     return [name for name, _ in problem.dtypes if name in written]

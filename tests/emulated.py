@@ -76,6 +76,8 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
     float64 = {name: x.double() for name, x in {**arrays, **words}.items() if x.is_floating_point()}
     order = {False: "forward", True: "reverse", "bidirectional": "bidirectional"}[problem.reverse]
     written = outputs_of(problem)
+    if problem.tangent:
+        return _tangent(problem, float64, arrays["reset"])
     if problem.direction == "fwd":
         norm = None
         if cell.norm:
@@ -100,3 +102,22 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
     if problem.has_packed_residuals and problem.direction == "fwd":
         written.append("carry_gate")
     return {name: results[name] for name in written}
+
+
+def _tangent(problem: Problem, arrays: Mapping[str, Tensor], resets: Tensor) -> dict[str, Tensor]:
+    """Returns the outputs of the tangent of a forward launch, of a cell whose last gate is separate."""
+    cell, per_model = CELLS[problem.cell], problem.groups // problem.models
+    local_grads = arrays["local_grads"].unflatten(-1, (problem.hidden, -1)).unbind(-1)
+    factors = torch.cat([*local_grads[: cell.gates - 1], local_grads[cell.gates]], -1)
+    hs = torch.empty_like(arrays["xp"])
+    for group in range(problem.groups):
+        model, h = group // per_model, arrays["h0"][group]
+        reverse = model % 2 == 1 if problem.reverse == "bidirectional" else problem.reverse
+        for t in sorted(range(problem.steps), reverse=reverse):
+            h = torch.where(resets[group, t, :, None], 0.0, h)
+            products = factors[group, t] * (h @ arrays["w_hh_t"][model].mT)
+            carried = arrays["carry_gate"][group, t] * h
+            h = arrays["xp"][group, t] + products.unflatten(-1, (cell.gates, -1)).sum(-2) + carried
+            hs[group, t] = h
+        arrays["h0"][group] = h
+    return {"hs": hs, "h_last": arrays["h0"]}

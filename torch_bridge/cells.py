@@ -50,6 +50,16 @@ class CellSpec:
         return "carry_gate" in dict(self.residuals) and "local_grads" in names and "carry_gate" not in names
 
     @property
+    def has_tangent_loop(self) -> bool:
+        """Whether kernels compute tangents of the loop, and gradients of gradients.
+
+        The latter need the gradient of every state. The backward kernel returns it in place of the gradient of a
+        separate last gate before its activation, which is not multiplied by recurrent weights, if the local gradient of
+        that gate is replaced by one.
+        """
+        return self.last_gate_separate
+
+    @property
     def hidden_grads(self) -> tuple[str, ...]:
         """Further outputs `[G, T, B, H]` of the backward kernel: the gradient of the last gate's hidden product."""
         return ("dhn",) if self.last_gate_separate else ()

@@ -34,7 +34,8 @@ class Launch(launch.Launch):
         pieces = self.config.pieces
         cell, functions = CELLS[problem.cell], kernels.CELLS[problem.cell]
         constants |= {
-            "STEP": functions.step, "RESIDUALS": functions.residuals, "GRAD_STEP": functions.grad_step,
+            "STEP": functions.tangent_step if problem.tangent else functions.step,
+            "RESIDUALS": None if problem.tangent else functions.residuals, "GRAD_STEP": functions.grad_step,
             "GATES": cell.gates, "SEPARATE": cell.last_gate_separate, "FACTORS": len(cell.residuals) - 1,
             "PACKED": problem.has_packed_residuals, "NORM_WIDTH": problem.norm_width,
         } | ({} if pieces > 1 else {"pieces": None})  # fmt: skip

@@ -48,9 +48,10 @@ def launch(
     `torch_bridge.kernels.loops.streamed`. Trailing axes are one width: `local_grads` is `[G, T, B, L * H]`, `scale` is
     `[G, T, B, 1]`. `precision` is "tf32", or "tf32x3" for float32's accuracy.
 
-    `cell` is a key of `jaxrnn.cells.CELLS`, and `direction` is "fwd" or "bwd". `reset_state` is "zeros", "fixed"
-    (`[G, B, H]`) or "stepped" (`[G, T, B, H]`). `norm_width` is the number of elements that the cell's norm sees,
-    inputs and state; 0 without a norm.
+    `cell` is a key of `jaxrnn.cells.CELLS`, and `direction` is "fwd", "bwd" or "tangent". The tangent of a forward
+    launch reads the residuals and, as `xp [G, T, B, H]`, what each step adds to the tangent of the hidden state.
+    `reset_state` is "zeros", "fixed" (`[G, B, H]`) or "stepped" (`[G, T, B, H]`). `norm_width` is the number of
+    elements that the cell's norm sees, inputs and state; 0 without a norm.
     """
     kind = RecurrenceKind(
         outputs=tuple(outputs), may_use_xla=may_use_xla, cell=cell, direction=direction, reset_state=reset_state,
@@ -128,9 +129,11 @@ class RecurrenceKind(LaunchKind):
     def problem(self, arrays: Mapping[str, Any]) -> Problem:
         from torch_bridge.tiling import Problem
 
+        tangent = self.direction == "tangent"
         return Problem(
-            self.cell, self.direction, *_sizes(arrays), dtypes=self.dtypes(arrays), reset_state=self.reset_state,
-            reverse=self.reverse, precision=self.precision, norm_width=self.norm_width,
+            self.cell, "fwd" if tangent else self.direction, *_sizes(arrays), dtypes=self.dtypes(arrays),
+            reset_state=self.reset_state, reverse=self.reverse, precision=self.precision, norm_width=self.norm_width,
+            tangent=tangent,
         )  # fmt: skip
 
     def choose(self, arrays: Mapping[str, Any], device: Any) -> Any:

@@ -36,7 +36,7 @@ def run(
 
     Args:
       cell: an entry of the cell table.
-      direction: "fwd" or "bwd".
+      direction: "fwd", "bwd" or, for the tangent of a forward launch, "tangent".
       arrays: the arrays of the launch by name: weights `[S, ...]`, sequences `[G, T, B, W]` of any width W, resets
         `[G, T, B]` and states `[G, B, H]`. G is a multiple of the number of models S, and each model has G / S
         consecutive groups.
@@ -47,14 +47,14 @@ def run(
       norm_width: as in the launch.
     """
     arrays = sharding.unify_varying_axes(dict(arrays))  # the iterations of a loop may not change the types of its state
-    w_name = "w_hh_t" if direction == "fwd" else "w_hh"
+    w_name = "w_hh" if direction == "bwd" else "w_hh_t"
     weights = {name: x for name, x in arrays.items() if name in (w_name, "b_hn", "bias", "w_sum")}
     models = weights[w_name].shape[0]
     others = {  # [S, G / S, ...]
         name: x.reshape(models, x.shape[0] // models, *x.shape[1:]) for name, x in arrays.items() if name not in weights
     }
     run_model: Callable[..., dict[str, Array]] = functools.partial(
-        _forward if direction == "fwd" else _backward, cell, dtypes, reset_state,
+        {"fwd": _forward, "bwd": _backward, "tangent": _tangent}[direction], cell, dtypes, reset_state,
         jax.lax.Precision.HIGHEST if precision == "tf32x3" else jax.lax.Precision.DEFAULT,
         norm_width,
     )  # fmt: skip
@@ -253,6 +253,34 @@ def _backward(
         if f"dreset_{s}" in dtypes and reset is None:  # without resets the gradient is zero
             results[f"dreset_{s}"] = jnp.zeros(arrays["dhs"].shape, dtypes[f"dreset_{s}"])
     return results
+
+
+def _tangent(
+    cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, norm_width: int,
+    weights: dict[str, Array], arrays: dict[str, Array], in_reverse: bool | Array,
+) -> dict[str, Array]:  # fmt: skip
+    """Computes the outputs of the tangent of the forward launch of one model, whose episodes start from zeros.
+
+    The step is the transpose of that of `_backward`.
+    """
+    steps = _Steps(arrays["xp"], in_reverse)
+    w = weights["w_hh_t"].T
+
+    def step(state: Array, inputs: Any) -> tuple[Array, dict[str, Array]]:
+        x, saved, reset = inputs
+        if reset is not None:
+            state = jnp.where(reset[:, None], 0.0, state)
+        local_grads = base.separate(cell, saved["local_grads"].astype(jnp.float32))
+        products = jnp.split(_product(state, w, precision), cell.gates, axis=-1)
+        pairs = zip(base.hidden_gradients(cell, local_grads), products, strict=True)
+        state = functools.reduce(jnp.add, (y * p for y, p in pairs), x + saved["carry_gate"] * state)
+        return state, {"hs": state.astype(dtypes["hs"])}
+
+    saved = {name: steps.steps_first(arrays[name]) for name, _ in cell.residuals}
+    resets = steps.steps_first(is_reset(arrays["reset"])) if "reset" in arrays else None
+    first = steps.merge_groups(arrays["h0"])
+    last, results = steps.scan(step, first, (steps.steps_first(arrays["xp"]), saved, resets))
+    return {"hs": steps.groups_first(results["hs"]), "h_last": steps.split_groups(last)}
 
 
 def pack_words(local_grads: Array, carry_gate: Array) -> Array:

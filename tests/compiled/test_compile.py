@@ -194,6 +194,19 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
     assert not bad, "\n".join(bad)
 
 
+@every_target
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cell", [name for name, spec in CELLS.items() if spec.has_tangent_loop])
+def test_tangents_fit_and_do_not_spill(target, full, whole, cell, kind):
+    device, problems = TARGETS[target], []
+    widths = (24, 64, 100, 127, 128, 300, 448, 1025) if full else (64, 127, 128, 300) if whole else (127, 128, 300)
+    for hidden, batch in itertools.product(widths, (16, 2048)):
+        p = make_problem(cell, "fwd", kind, hidden, batch, tangent=True)
+        problems += [(p, tiling.heuristic(p, device))]
+    bad = misfits([*problems, *in_pieces(problems, device)], device)
+    assert not bad, "\n".join(bad)
+
+
 def of_split_registers(problem: Problem, device: Device) -> list[tuple[Problem, KernelConfig]]:
     """Returns the tilings of the loop "split_registers" for a problem, also those that `heuristic` does not pick."""
     return [(problem, c) for c in tiling.candidates(problem, device) if c.loop == "split_registers"]

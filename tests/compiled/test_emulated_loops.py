@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import emulated
 import oracle
@@ -52,7 +52,7 @@ class Case(NamedTuple):
       workers: number of workers that the device has room for, or 0 for as many as there are tiles.
       in_place: whether residuals overwrite the input projections.
       cells: the cells that the case is for, or none for those that have the loop.
-      directions: the directions that have the tiling.
+      directions: the directions that have the tiling; "tangent" is that of a forward launch.
       seed: of the order in which warps and programs run, or None for lockstep.
     """
 
@@ -69,7 +69,7 @@ class Case(NamedTuple):
     workers: int = 0
     in_place: bool = False
     cells: tuple[str, ...] = ()
-    directions: tuple[Direction, ...] = ("fwd", "bwd")
+    directions: tuple[Direction | Literal["tangent"], ...] = ("fwd", "bwd")
     seed: int | None = None
 
     def __str__(self) -> str:
@@ -121,14 +121,25 @@ CASES = (
     Case("streamed", "tf32x3", 40, 5, 3, shared=True, reverse="bidirectional"),
     Case("streamed", "tf32", 128, 3, 3, shared=True, in_place=True, cells=("gru",)),
     Case("streamed", "tf32", 96, 19, 2, shared=True, workers=1, cells=("gru", "lstm"), seed=0),
+    *(
+        case._replace(cells=("gru", "mgu"), directions=("tangent",))
+        for case in (
+            Case("resident", "tf32", 64, 11, 3, block_b=8),
+            Case("resident", "tf32", 128, 11, 4, block_b=8, reverse=True, seed=0),
+            Case("resident", "bf16", 37, 5, 4, block_b=2, reverse="bidirectional", groups=2),
+            Case("streamed", "tf32x3", 40, 5, 4, reverse=True),
+            Case("streamed", "tf32", 96, 19, 3, shared=True, reverse="bidirectional", workers=1),
+        )
+    ),
 )
 
 
 def problem_of(case: Case, cell: str, direction: Direction) -> Problem:
     """Returns the problem of a case for a cell and a direction."""
+    tangent = direction == "tangent"
     p = make_problem(
-        cell, direction, case.kind, case.hidden, case.batch, steps=case.steps, reset_state=case.reset_state,
-        in_place=case.in_place,
+        cell, "fwd" if tangent else direction, case.kind, case.hidden, case.batch, steps=case.steps,
+        reset_state=case.reset_state, in_place=case.in_place, tangent=tangent,
     )  # fmt: skip
     models = 2 if case.reverse == "bidirectional" else 1
     return dataclasses.replace(p, models=models, groups=case.groups * models, reverse=case.reverse)

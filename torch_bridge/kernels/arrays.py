@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Forward(NamedTuple):
-    """The arrays of a forward kernel."""
+    """The arrays of a forward kernel, or of its tangent, as `loops.streamed` explains: it reads the residuals."""
 
     w_hh_t_ptr: Any  # [S, GATES * H, H] transposed recurrent weights; float32 is rounded to TF32 if PRECISION is "tf32"
     b_hn_ptr: Any  # [S, H] added to the last gate's hidden product, or None if the last gate is not separate

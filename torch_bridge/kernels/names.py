@@ -20,7 +20,7 @@ class Specialization(NamedTuple):
 
 
 def of_loop(family: str, direction: str) -> Callable[[Any], str]:
-    """Returns the function that names a time loop, such as "gru_fwd_resident".
+    """Returns the function that names a time loop, such as "gru_fwd_resident" or, of a tangent, "gru_tangent_resident".
 
     The cell's name is that of the file of `torch_bridge.kernels.cells` whose function is the argument `STEP` or
     `GRAD_STEP`.
@@ -29,7 +29,8 @@ def of_loop(family: str, direction: str) -> Callable[[Any], str]:
     def name(specialization: Any) -> str:
         constants = specialization.constants
         step = constants.get("STEP") or constants.get("GRAD_STEP")
-        return f"{step.fn.__module__.rpartition('.')[2]}_{direction}_{family}"
+        what = "tangent" if constants.get("RESIDUALS", step) is None else direction
+        return f"{step.fn.__module__.rpartition('.')[2]}_{what}_{family}"
 
     return name
 

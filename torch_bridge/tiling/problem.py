@@ -47,6 +47,7 @@ class Problem:
       reverse: whether to run from the last step to the first; with "bidirectional" only models of odd index do.
       precision: precision of float32 products: "tf32", or "tf32x3" for float32's accuracy, however a loop computes it.
       norm_width: number of elements of `[x, h]`, which the cell's norm sees; 0 for a cell without a norm.
+      tangent: whether a forward launch runs the tangent of the pass, for which it reads the residuals.
     """
 
     cell: str
@@ -61,6 +62,7 @@ class Problem:
     reverse: Reverse = False
     precision: Precision = "tf32"
     norm_width: int = 0
+    tangent: bool = False
 
     @property
     def sequences(self) -> int:

@@ -30,6 +30,13 @@ def residuals(activations, states):
 
 
 @triton.jit
+def tangent_step(products, x, states, local_grads, factors):
+    p_f, p_hn = products
+    f_f, _, f_hn = local_grads
+    return (x + f_f * p_f + f_hn * p_hn + factors[0] * states[0],)
+
+
+@triton.jit
 def grad_step(dstates, local_grads, factors):
     dh = dstates[0]
     f_f, f_n, f_hn = local_grads

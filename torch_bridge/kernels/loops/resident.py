@@ -107,7 +107,7 @@ class _ForwardMemory(NamedTuple):
 
     operand: Any
     sums: Any  # slots of the sums of a norm
-    slot: Any  # for the largest reset state, if EARLY and SCALED
+    slot: Any  # if SCALED, for the largest reset state if EARLY, or for the largest tangent of a state
 
 
 class _ForwardCarry(NamedTuple):
@@ -121,7 +121,7 @@ class _ForwardCarry(NamedTuple):
     x: Any  # input projections of step i by gate
     reset: Any  # of step i
     statistics: Any  # of the inputs of step i, for the norm
-    saved: Any  # residuals of step i - 1
+    saved: Any  # residuals of step i - 1 or, of a tangent, of step i
     of_norm: Any  # of step i - 1
 
 
@@ -144,6 +144,7 @@ class _ForwardConfig(NamedTuple):
     ZEROS: Any  # whether zeros in empty columns are faster
     UNITS: Any  # layout of a tile of states
     PIECES: Any  # whether sequences are cut into pieces
+    TANGENT: Any  # whether the kernel runs the tangent
 
 
 class _BackwardMemory(NamedTuple):
@@ -261,7 +262,7 @@ def _load_over_warps(slot, UNITS: gl.constexpr, REDUCE: gl.constexpr):
 
 @gluon.jit
 def _load_step(a, tile, rows, H: gl.constexpr, GATES: gl.constexpr):
-    """Loads the inputs of a forward step: projections by gate, resets, and the statistics that a norm needs."""
+    """Loads the inputs of a forward step: GATES projections, resets, and the statistics that a norm needs."""
     x = load_inputs(a.xp_ptr + rows[None, :] * (GATES * H) + tile.unit[:, None], tile.mask, H, GATES)
     reset = load_resets(a.reset_ptr, rows, tile.mask_q)
     return x, reset, load_statistics(a.x_norm_ptr, a.x_mean_ptr, rows, tile.mask_q)
@@ -276,7 +277,7 @@ def _store_results(i, states, saved, of_norm, a, tile, config: gl.constexpr):
     live = runs(tile.mask & (i >= 0), tile, i, config.PIECES)
     at = rows * config.H + unit
     store_states(a.hs_ptr, a.cs_ptr, at, states, live)
-    if a.local_grads_ptr is not None:
+    if a.local_grads_ptr is not None and not config.TANGENT:
         store_residuals(a, rows, unit, live, saved, config.H, config.COUNT)
         if a.norm_state_ptr is not None:
             gl.store(a.norm_state_ptr + at, of_norm[0], mask=live)
@@ -305,8 +306,12 @@ def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexp
     # The next inputs are loaded before the product if registers can hold the inputs of two steps: always, except in
     # float32 if the tile has sixteen sequences.
     PREFETCH_INPUTS: gl.constexpr = zeros.shape[1] <= 8 or a.xp_ptr.dtype.element_ty != gl.float32
+    INPUTS: gl.constexpr = 1 if config.TANGENT else GATES
     if PREFETCH_INPUTS:
-        next_x, next_reset, next_statistics = _load_step(a, tile, next_rows, H, GATES)
+        next_x, next_reset, next_statistics = _load_step(a, tile, next_rows, H, INPUTS)
+    if config.TANGENT:
+        local_grads, factors = unpack_residuals(saved, config.COUNT, False)
+        saved = load_residuals(a, next_rows[None, :], tile.unit[:, None], tile.mask, H, config.COUNT, False)
     next_new = new
     next_scale = new_scale
     if EARLY:
@@ -324,8 +329,12 @@ def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexp
         else:
             of_episode = new
         before, scale = scaled_reset_states(
-            states, scale, reset, of_episode, new_scale, config.RESET_STATE, EARLY, SCALED
+            states, scale, reset, of_episode, new_scale, config.RESET_STATE, EARLY, SCALED and not config.TANGENT
         )  # fmt: skip
+    if config.TANGENT and SCALED:  # tangents have no bound that is known before the step
+        _store_by_warp(memory.slot, gl.abs(before[0]), gl.max)
+        barrier()
+        scale = scale_to_float16(_load_over_warps(memory.slot, UNITS, gl.max), 14)[None, :]
     _store_operand(memory.operand, before[0], scale, SCALED)
     if NORM_WIDTH > 0:
         _store_by_warp(memory.sums[0], before[0] * before[0], gl.sum)
@@ -354,18 +363,21 @@ def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexp
             product = product * unscale
         products += (product,)
     if not PREFETCH_INPUTS:
-        next_x, next_reset, next_statistics = _load_step(a, tile, next_rows, H, GATES)
+        next_x, next_reset, next_statistics = _load_step(a, tile, next_rows, H, INPUTS)
     if EARLY and SCALED:
         next_scale = scale_from_largest(_load_over_warps(memory.slot, UNITS, gl.max))[None, :]
     if a.x_mean_ptr is not None:
         x = subtract_mean(x, statistics[1][None, :], weights.w_sum)
-    gates = add_inputs(products, x, weights.b_hn, config.SEPARATE)
-    if NORM_WIDTH > 0:
-        normalized, gates = normalize(gates, norm_scale[None, :], weights.bias)
-    states, activations = config.STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
+    if config.TANGENT:
+        states = config.STEP(products, x[0], before, local_grads, factors)
+    else:
+        gates = add_inputs(products, x, weights.b_hn, config.SEPARATE)
+        if NORM_WIDTH > 0:
+            normalized, gates = normalize(gates, norm_scale[None, :], weights.bias)
+        states, activations = config.STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
     if config.ZEROS:
         states = states_without_empty_columns(states, config.BLOCK_B)
-    if a.local_grads_ptr is not None:
+    if a.local_grads_ptr is not None and not config.TANGENT:
         local_grads, factors = config.RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
             local_grads = with_norm_grad(local_grads, normalized)
@@ -389,12 +401,18 @@ def forward_kernel(
     NORM_WIDTH: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr,
     REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; the arrays are those of `arrays.Forward`."""
+    """Runs the forward pass or, if RESIDUALS is None, its tangent, as `streamed.forward_kernel` explains.
+
+    The arrays are those of `arrays.Forward`.
+    """
+    TANGENT: gl.constexpr = RESIDUALS is None
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
     LATE: gl.constexpr = (GATES < 4 and NORM_WIDTH == 0) or BLOCK_H < 128 or BLOCK_B < 8
-    EARLY: gl.constexpr = RESET_STATE == RESET_STEPPED and (c0_ptr is None or BLOCK_H < 128 or BLOCK_B < 8)
+    EARLY: gl.constexpr = (
+        RESET_STATE == RESET_STEPPED and not TANGENT and (c0_ptr is None or BLOCK_H < 128 or BLOCK_B < 8)
+    )
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     ZEROS: gl.constexpr = BLOCK_B == 1 or GATES < 4 or (SCALED and BLOCK_H == 128)
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
@@ -402,7 +420,7 @@ def forward_kernel(
     UNITS: gl.constexpr = units_layout(WARPS, COLS)
     config: gl.constexpr = _ForwardConfig(
         STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, BLOCK_B, REVERSE, SCALED, LATE, EARLY,
-        ZEROS, UNITS, pieces is not None,
+        ZEROS, UNITS, pieces is not None, TANGENT,
     )  # fmt: skip
     a = arrays.Forward(
         w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
@@ -418,7 +436,7 @@ def forward_kernel(
     tile = locate_tile(model, nth, arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
     unit = tile.unit
     b_hn = 0.0
-    if SEPARATE:
+    if SEPARATE and not TANGENT:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
     bias = load_biases(bias_ptr, model, unit, H, GATES, True)
     w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, True)
@@ -444,7 +462,7 @@ def forward_kernel(
     SUMS: gl.constexpr = 0 if NORM_WIDTH == 0 else 1 if x_mean_ptr is None else 2
     # with four warps and few sequences, sums that are adjacent in shared memory are faster
     ORDER: gl.constexpr = [0, 1] if BLOCK_H < 128 and BLOCK_B < 8 else [1, 0]
-    SLOTS: gl.constexpr = 1 if EARLY and SCALED else 0
+    SLOTS: gl.constexpr = 1 if (EARLY or TANGENT) and SCALED else 0
     gl.static_assert(COLS == 8 or SLOTS == 0, "the layout of a slot has eight columns")
     even_sums = _allocate_slots(SUMS, COLS, ORDER)
     odd_sums = _allocate_slots(SUMS, COLS, ORDER)
@@ -453,10 +471,13 @@ def forward_kernel(
     even_memory = _ForwardMemory(even[0], even_sums, even_slot[0])
     odd_memory = _ForwardMemory(odd[0], odd_sums, odd_slot[0])
 
-    x, reset, statistics = _load_step(a, tile, tile.row + step_time(0, T, REVERSE) * tile.stride, H, GATES)
+    first_rows = tile.row + step_time(0, T, REVERSE) * tile.stride
+    x, reset, statistics = _load_step(a, tile, first_rows, H, 1 if TANGENT else GATES)
     saved = ()
     of_norm = ()
-    if local_grads_ptr is not None:  # placeholders, which are not stored, because no step has run yet
+    if TANGENT:
+        saved = load_residuals(a, first_rows[None, :], unit[:, None], tile.mask, H, COUNT, False)
+    elif local_grads_ptr is not None:  # placeholders, which are not stored, because no step has run yet
         if NORM_WIDTH > 0:
             saved = no_residuals(states[0], dc_dh_ptr, COUNT, 1)
             of_norm = (states[0].to(norm_state_ptr.dtype.element_ty), statistics[0])

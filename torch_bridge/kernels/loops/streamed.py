@@ -79,6 +79,7 @@ class _ForwardConfig(NamedTuple):
     RESET_STATE: Any
     REVERSE: Any
     PRECISION: Any
+    TANGENT: Any  # whether the kernel runs the tangent; see `forward_kernel`
 
 
 class _BackwardConfig(NamedTuple):
@@ -280,7 +281,8 @@ def _forward_tile(
         # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
         col = tl.minimum(offs_b, Q - 1 - nth * config.BLOCK_B).to(tl.int32)
-    if config.SEPARATE:
+    ADDS_BIAS: tl.constexpr = config.SEPARATE and not config.TANGENT
+    if ADDS_BIAS:
         b_hn = tl.load(a.b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
     bias = load_biases(a.bias_ptr, model, unit, H, GATES, True)
     w_sum = load_biases(a.w_sum_ptr, model, unit, H, GATES, True)
@@ -290,7 +292,8 @@ def _forward_tile(
     else:
         states = _load_states(a.h_last_ptr, a.c_last_ptr, seq, unit, mask, H)
     rows = row0 + step_time(t_begin, T, config.REVERSE) * stride
-    x = _load_gates(a.xp_ptr, rows, unit, mask, H, GATES)
+    INPUTS: tl.constexpr = 1 if config.TANGENT else GATES
+    x = _load_gates(a.xp_ptr, rows, unit, mask, H, INPUTS)
     if HAS_RESETS:
         reset = load_reset(a.reset_ptr, rows, mask_q)
 
@@ -316,13 +319,18 @@ def _forward_tile(
             else:
                 norm_sums = _load_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, SUMS, SPLITS)
             scale, mean = _scale_and_mean(a.x_norm_ptr, a.x_mean_ptr, rows, mask_q, norm_sums, H, NORM_WIDTH)
-        x_last = x[GATES - 1]
+        x_last = x[INPUTS - 1]
         tl.static_assert(NORM_WIDTH == 0 or not config.SEPARATE)
         accumulators = x  # what the products are added to
         if CENTERED:
             x_mean = tl.load(a.x_mean_ptr + rows, mask=mask_q, other=0.0)
             accumulators = subtract_mean(x, x_mean[None, :], w_sum)
-        if config.SEPARATE:
+        if config.TANGENT:
+            accumulators = ()
+            for _ in tl.static_range(GATES):
+                accumulators += (tl.zeros((config.BLOCK_H, config.BLOCK_B), tl.float32),)
+            local_grads, factors = _load_residuals(a, rows, tile, H, GATES + 1 if config.SEPARATE else GATES, False)
+        elif config.SEPARATE:
             accumulators = x[: GATES - 1] + (tl.zeros((config.BLOCK_H, config.BLOCK_B), tl.float32),)
         gates = ()
         if SPLITS == 1:
@@ -345,16 +353,19 @@ def _forward_tile(
         this_rows = rows
         rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, config.REVERSE) * stride
         if SPLITS == 1:
-            x = _load_gates(a.xp_ptr, rows, unit, mask, H, GATES)
+            x = _load_gates(a.xp_ptr, rows, unit, mask, H, INPUTS)
         if HAS_RESETS:
             reset = load_reset(a.reset_ptr, rows, mask_q)
 
-        if config.SEPARATE:
+        if ADDS_BIAS:
             gates = gates[: GATES - 1] + (gates[GATES - 1] + b_hn[:, None],)
         if NORM_WIDTH > 0:
             normalized, gates = normalize(gates, scale[None, :], bias)
         before = states
-        states, activations = config.STEP(gates, x_last, before, ACCURACY)
+        if config.TANGENT:
+            states = config.STEP(gates, x_last, before, local_grads, factors)
+        else:
+            states, activations = config.STEP(gates, x_last, before, ACCURACY)
         if SPLITS > 1:
             start = states[0]
             if HAS_RESETS:
@@ -368,7 +379,7 @@ def _forward_tile(
             if a.barrier_ptr is not None:
                 arrive(a.barrier_ptr)
         _store_states(a.hs_ptr, a.cs_ptr, this_rows, unit, mask, states, H)
-        if a.local_grads_ptr is not None:
+        if a.local_grads_ptr is not None and not config.TANGENT:
             local_grads, factors = config.RESIDUALS(activations, before)
             if NORM_WIDTH > 0:
                 local_grads = with_norm_grad(local_grads, normalized)
@@ -377,7 +388,7 @@ def _forward_tile(
                     tl.store(a.scale_ptr + this_rows, scale, mask=mask_q)
             _store_residuals(a, this_rows, tile, local_grads, factors, H, NORM_WIDTH)
         if SPLITS > 1:
-            x = _load_gates(a.xp_ptr, rows, unit, mask, H, GATES)
+            x = _load_gates(a.xp_ptr, rows, unit, mask, H, INPUTS)
             if a.barrier_ptr is not None:
                 arrivals += SPLITS
                 wait(a.barrier_ptr, arrivals)
@@ -400,12 +411,16 @@ def forward_kernel(
     """Runs the forward pass of a cell, whose arithmetic is STEP and RESIDUALS.
 
     The arrays are those of `arrays.Forward`. A model has Q sequences in `tiles` tiles; `items` are the tiles of all.
+
+    If RESIDUALS is None, the kernel instead runs the tangent of the pass, which is linear in the states: STEP is then
+    `tangent_step`, the residuals are read, states are tangents, and `xp` is `[G, T, B, H]`, what each step adds to
+    that of the hidden state.
     """
     worker = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     config: tl.constexpr = _ForwardConfig(
         STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE,
-        REVERSE, PRECISION,
+        REVERSE, PRECISION, RESIDUALS is None,
     )  # fmt: skip
     if barrier_ptr is not None:
         barrier_ptr += worker
