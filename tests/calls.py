@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrnn import cells, recurrent
+from jaxrnn._bridge.derivatives import launches_when_lowered
 from jaxrnn._bridge.tracing import bodies
 
 T, B, H, D, S, P = 4, 3, 5, 2, 2, 3
@@ -107,18 +108,18 @@ def recomputing_launches(cell):
     return 0 if cells.CELLS[cell_of(cell)].activations_from_states else 1
 
 
-def launches(function, *args):
-    """Returns how often the traced `function` launches a forward and a backward kernel."""
+def launches(function, *args, of=("fwd", "bwd")):
+    """Returns how often the traced `function` launches a kernel of each direction, such as "tangent"."""
 
     def directions(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "jaxrnn_launch":
                 yield getattr(eqn.params["kind"], "direction", None)
-            for body in bodies(eqn.params.values()):
+            for body in (*bodies(eqn.params.values()), *launches_when_lowered(eqn)):
                 yield from directions(body)
 
     found = list(directions(jax.make_jaxpr(function)(*args).jaxpr))
-    return found.count("fwd"), found.count("bwd")
+    return tuple(map(found.count, of))
 
 
 @functools.cache

@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 # "xla" is an implementation of jaxrnn, "torch" one of torch_bridge.
 Implementation = Literal["triton", "xla", "torch"]
-DIRECTIONS: dict[str, Literal["forward", "backward"]] = {"fwd": "forward", "bwd": "backward"}
+DIRECTIONS: dict[str, Literal["forward", "backward", "tangent"]] = {
+    "fwd": "forward", "bwd": "backward", "tangent": "tangent"
+}  # fmt: skip
 
 
 class ImplementationWarning(RuntimeWarning):
@@ -60,8 +62,8 @@ class LaunchRecord:
 
     Attributes:
       computes: what it computes: a cell or a norm by its name, "input projection" or "weight gradients".
-      direction: the pass that it belongs to, "forward" or "backward"; in `jaxrnn` also "tangent": no kernel, but XLA
-        computes tangents of the passes, or their transposes.
+      direction: the pass that it belongs to, "forward" or "backward"; in `jaxrnn` also "tangent": the tangent of the
+        forward pass by a kernel or, without one, tangents of the passes, or their transposes, by XLA.
       loop: for a recurrence, the family of its time loop: "streamed", "resident", "fma", "split", "split_registers" or
         "rows", or "scan" if `lax.scan` in XLA replaces the launch because it is estimated to be faster; None for other
         launches.
@@ -70,9 +72,9 @@ class LaunchRecord:
       tiling: how the first kernel divides the problem among its programs, an object of `torch_bridge`; None if
         XLA computes it.
       problem: sizes, dtypes and options, by which tiling and family were chosen, an object of `torch_bridge`; None for
-        tangents.
+        tangents that XLA computes.
       times: how often one run of the compiled function launches it; None inside a `while_loop`, where that is unknown,
-        and for tangents.
+        and for tangents that XLA computes.
     """
 
     computes: str
@@ -89,7 +91,7 @@ class LaunchRecord:
         """The name of this launch among the operations of a compiled program, such as "gru_fwd_resident"."""
         if self.kernels:
             return self.kernels[0]
-        return f"{self.computes}_{'fwd' if self.direction == 'forward' else 'bwd'}_scan"
+        return f"{self.computes}_{dict(forward='fwd', backward='bwd').get(self.direction, self.direction)}_scan"
 
     @property
     def precision(self) -> str | None:
@@ -104,8 +106,8 @@ class LaunchRecord:
         return "float32" if self.tiling.in_float32 else str(self.problem.precision)
 
     def __str__(self) -> str:
-        if self.direction == "tangent":
-            return f"{self.computes} tangent: XLA, because kernels compute no derivative but the first gradient"
+        if self.direction == "tangent" and self.loop is None:
+            return f"{self.computes} tangent: XLA, because its kernels compute no derivative but the first gradient"
         what = (
             f"{self.computes} {self.direction}" if self.loop is not None or "norm" in self.computes else self.computes
         )

@@ -1,10 +1,11 @@
-"""Derivatives of functions that kernels compute: the first gradient by kernels, all others by XLA.
+"""Derivatives of functions that kernels compute: by kernels where there are any, else by XLA.
 
-Three primitives are closed under differentiation, so that derivatives of every order exist. `function_p` runs the
+A few primitives are closed under differentiation, so that derivatives of every order exist. `function_p` runs the
 forward kernels. Its derivative is `tangent_p`, the linear map from tangents of the arguments to tangents of the
 results. `gradient_p` is the transpose of `tangent_p`, and runs the backward kernels. Reverse mode transposes
-`tangent_p` without evaluating it. Where it is evaluated, as in forward mode, and for the derivative of either map by
-the arguments, XLA differentiates `Differentiable.reference`.
+`tangent_p` without evaluating it. `hessian_p`, which is its own transpose, is the derivative of `gradient_p`. Where a
+function has no kernels for `tangent_p` or `hessian_p`, and for all other derivatives, XLA differentiates
+`Differentiable.reference`.
 
 They are primitives because JAX keeps the rules of these, while it drops that of a `jax.custom_jvp` when it moves
 constants out of a loop or transposes a gradient.
@@ -28,6 +29,7 @@ from jaxrnn._bridge.tracing import compile_launches, trace_ahead
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.extend.core import Jaxpr
 
 # Beginning of the name of the functions by which XLA computes the derivative of a linear map, which `explain` finds.
 TANGENT = "jaxrnn_tangent_"
@@ -44,6 +46,10 @@ class Differentiable:
       backward: maps (static, arguments, residuals, cotangents) to the gradients of the arguments, by kernels; it has
         None for an argument without a gradient.
       reference: maps (static, arguments) to the results, by operations that XLA differentiates.
+      tangent: maps (static, indices of leaves of the arguments, arguments, residuals, tangents of these leaves) to the
+        tangents of the results, by kernels; None if XLA computes them.
+      hessian: maps (static, inputs, outputs, arguments, residuals, cotangents, tangents) to what `_Hessian` defines, by
+        kernels; None if XLA computes it.
     """
 
     name: str
@@ -51,6 +57,8 @@ class Differentiable:
     forward: Callable[[Any, bool, Any], tuple[Any, Any]]
     backward: Callable[[Any, Any, Any, Any], Any]
     reference: Callable[[Any, Any], Any]
+    tangent: Callable[..., Any] | None = None
+    hessian: Callable[..., list[Any]] | None = None
 
     def __call__(self, arguments: Any) -> Any:
         return _apply(self, arguments)
@@ -80,9 +88,9 @@ class _Vmap(NamedTuple):
     """A `jax.vmap` around a primitive: its size, and which axis of each operand and result it maps, or None.
 
     Attributes:
-      fixed: the axes of the leaves of the arguments and, for a linear map, of the residuals.
+      fixed: the axes of the leaves of the arguments and, for a linear map, of all that it is not linear in.
       tangents: for a linear map, the axes of the tangents of arguments. Where one is None, the gradient is a sum.
-      results: for a linear map, the axes of the tangents of results.
+      results: for a linear map, the axes of the tangents of results, which are sums where one is None.
     """
 
     size: int
@@ -161,27 +169,57 @@ class _LinearMap:
         """The number of operands that the map is not linear in."""
         return int(self.arguments.num_leaves + self.residuals.num_leaves)
 
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels compute the map."""
+        return self.function.tangent is not None
+
+    def __call__(self, *operands: Array) -> list[Array]:
+        """Computes the map, by kernels if there are any."""
+        return self.in_xla(False, *operands) if not self.by_kernels else self._under_vmaps(self._run_tangent)(*operands)
+
     def in_xla(self, transposed: bool, *operands: Array) -> list[Array]:
         """Computes the map or its transpose by differentiating the reference."""
         return self._under_vmaps(self._pull_reference if transposed else self._push_reference, transposed)(*operands)
 
-    def by_kernels(self, *operands: Array) -> list[Array]:
+    def pull(self, *operands: Array) -> list[Array]:
         """Computes the transpose by the backward kernels."""
         return self._under_vmaps(self._run_backward, transposed=True)(*operands)
 
-    def _under_vmaps(self, run: Callable[..., list[Array]], transposed: bool) -> Callable[..., list[Array]]:
+    def hessian(self, inputs: tuple[int, ...]) -> _Hessian:
+        """Returns the derivative of the transpose by the leaves `inputs` of arguments and cotangents."""
+        split = self.arguments.num_leaves
+        vmaps = tuple(
+            vmap._replace(
+                fixed=(*vmap.fixed, *vmap.results), results=vmap.tangents,
+                tangents=tuple(vmap.fixed[i] if i < split else vmap.results[i - split] for i in inputs),
+            )
+            for vmap in self.vmaps
+        )  # fmt: skip
+        return _Hessian(self.function, self.arguments, self.residuals, self.results, inputs, vmaps, self.moving)
+
+    def _under_vmaps(self, run: Callable[..., list[Array]], transposed: bool = False) -> Callable[..., list[Array]]:
         for vmap in self.vmaps:
             inputs, outputs = (vmap.results, vmap.tangents) if transposed else (vmap.tangents, vmap.results)
             run = _sum_unmapped(vmap(run, (*vmap.fixed, *inputs), [axis or 0 for axis in outputs]), outputs)
         return run
 
-    def _run_backward(self, *operands: Array) -> list[Array]:
+    def _trees(self, operands: Sequence[Array]) -> tuple[Any, Any]:
+        """Returns the arguments and the residuals."""
         split = self.arguments.num_leaves
-        arguments, residuals, cotangents = map(
-            jax.tree.unflatten, (self.arguments, self.residuals, self.results),
-            (operands[:split], operands[split : self.fixed], operands[self.fixed :]),
-        )  # fmt: skip
-        gradients = self.function.backward(self.function.static, arguments, residuals, cotangents)
+        parts = operands[:split], operands[split : split + self.residuals.num_leaves]
+        return jax.tree.unflatten(self.arguments, parts[0]), jax.tree.unflatten(self.residuals, parts[1])
+
+    def _run_tangent(self, *operands: Array) -> list[Array]:
+        assert self.function.tangent is not None
+        results = self.function.tangent(
+            self.function.static, self.moving, *self._trees(operands), operands[self.fixed :]
+        )
+        return jax.tree.leaves(results)
+
+    def _run_backward(self, *operands: Array) -> list[Array]:
+        cotangents = jax.tree.unflatten(self.results, operands[self.fixed :])
+        gradients = self.function.backward(self.function.static, *self._trees(operands), cotangents)
         leaves = self.arguments.flatten_up_to(gradients)
         return [leaves[i] for i in self.moving]
 
@@ -203,6 +241,56 @@ class _LinearMap:
         return run, [operands[i] for i in self.moving]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Hessian(_LinearMap):
+    """Holds the static parameters of `hessian_p`: a part of the second derivative of <cotangents, results>.
+
+    The leaves of arguments and cotangents are counted together. The map takes tangents of those at `moving` to the
+    tangents of the gradients by those at `outputs`. The second derivative is symmetric, so that the transpose exchanges
+    the two. The operands are the leaves of arguments, residuals and cotangents, followed by the tangents.
+    """
+
+    outputs: tuple[int, ...]
+
+    @property
+    def fixed(self) -> int:
+        return super().fixed + int(self.results.num_leaves)
+
+    @property
+    def by_kernels(self) -> bool:
+        return self.function.hessian is not None
+
+    def transpose(self) -> _Hessian:
+        vmaps = tuple(x._replace(tangents=x.results, results=x.tangents) for x in self.vmaps)
+        return dataclasses.replace(self, moving=self.outputs, outputs=self.moving, vmaps=vmaps)
+
+    def _run_tangent(self, *operands: Array) -> list[Array]:
+        assert self.function.hessian is not None
+        cotangents = jax.tree.unflatten(self.results, operands[super().fixed : self.fixed])
+        return self.function.hessian(
+            self.function.static, self.moving, self.outputs, *self._trees(operands), cotangents, operands[self.fixed :]
+        )
+
+    def _reference_at(self, operands: Sequence[Array]) -> tuple[Callable[..., list[Array]], list[Array]]:
+        """Returns the gradients as a function of the leaves that have tangents, and these leaves."""
+        split = self.arguments.num_leaves
+        known = *operands[:split], *operands[super().fixed : self.fixed]
+
+        def run(*moving: Array) -> list[Array]:
+            leaves = _replaced(known, self.moving, moving)
+            among = [i for i in self.outputs if i < split]
+
+            def results(*values: Array) -> list[Array]:
+                arguments = jax.tree.unflatten(self.arguments, _replaced(leaves[:split], among, values))
+                return jax.tree.leaves(self.function.reference(self.function.static, arguments))
+
+            values, pull = jax.vjp(results, *(leaves[i] for i in among))
+            gradients = dict(zip(among, pull(leaves[split:]), strict=True))
+            return [gradients[i] if i < split else values[i - split] for i in self.outputs]
+
+        return run, [known[i] for i in self.moving]
+
+
 def _sum_unmapped(run: Callable[..., list[Array]], axes: Sequence[int | None]) -> Callable[..., list[Array]]:
     """Returns `run` with results summed over axis 0 where `axes` is None."""
     return lambda *operands: [x.sum(0) if axis is None else x for x, axis in zip(run(*operands), axes, strict=True)]
@@ -215,12 +303,23 @@ def _replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) ->
 
 
 # The parameters of the primitives are `call` or `linear`, and what the types of the results follow from: for those that
-# launch kernels the jaxpr, in which `explain` finds the launches, and for `tangent_p`, whose operations are traced when
-# they are lowered, `types`.
-function_p, tangent_p, gradient_p = map(Primitive, ("jaxrnn_function", "jaxrnn_tangent", "jaxrnn_gradient"))
+# always launch kernels the jaxpr, in which `explain` finds the launches, and for `tangent_p` and `hessian_p`, whose
+# operations are traced when they are lowered, `types`.
+function_p, tangent_p, gradient_p, hessian_p = map(
+    Primitive, ("jaxrnn_function", "jaxrnn_tangent", "jaxrnn_gradient", "jaxrnn_hessian")
+)
 _run_forward = jax.jit(_Call.run, static_argnums=0, inline=True)
-_run_backward = jax.jit(_LinearMap.by_kernels, static_argnums=0, inline=True)
-_run_tangent = jax.jit(_LinearMap.in_xla, static_argnums=(0, 1), inline=True)
+_run_backward = jax.jit(_LinearMap.pull, static_argnums=0, inline=True)
+_run_tangent = jax.jit(_LinearMap.__call__, static_argnums=0, inline=True)
+
+
+def launches_when_lowered(eqn: Any) -> list[Jaxpr]:
+    """Returns the jaxpr that `tangent_p` or `hessian_p` becomes when it is lowered, for an equation of kernels."""
+    linear = eqn.params.get("linear")
+    if eqn.primitive not in (tangent_p, hessian_p) or not linear.by_kernels:
+        return []
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+    return [trace_ahead(lambda *operands: linear(*operands), *shapes)[0].jaxpr]
 
 
 def _launches(traced: Any, returned: Sequence[int]) -> dict[str, Any]:
@@ -247,7 +346,7 @@ def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], A
 
 
 def _bind_gradient(linear: _LinearMap, operands: Sequence[Array]) -> list[Array]:
-    traced, _ = trace_ahead(lambda *operands: linear.by_kernels(*operands), *operands)
+    traced, _ = trace_ahead(lambda *operands: linear.pull(*operands), *operands)
     return gradient_p.bind(*operands, linear=linear, **_launches(traced, range(len(linear.moving))))
 
 
@@ -294,19 +393,25 @@ def _differentiate_function(
 def _differentiate_linear(
     primitive: Primitive, primals: Sequence[Array], tangents: Sequence[Any], **params: Any
 ) -> tuple[list[Array], list[Any]]:
-    """Differentiates a linear map: by its linear operands it is the map itself, by the arguments XLA computes it."""
+    """Differentiates a linear map: by its linear operands it is the map itself.
+
+    By the arguments, the derivative of a gradient is `hessian_p`, if there are kernels for it. XLA computes all others.
+    """
     linear: _LinearMap = params["linear"]
     results = primitive.bind(*primals, **params)
     # residuals follow from the arguments, so that their tangents say nothing
-    moving = [
-        i for i, x in enumerate(tangents)
-        if type(x) is not ad.Zero and not linear.arguments.num_leaves <= i < linear.fixed
-    ]  # fmt: skip
+    split, skipped = linear.arguments.num_leaves, int(linear.residuals.num_leaves)
+    moving = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero and not split <= i < split + skipped]
     if not moving:
         return results, [*map(_zero, results)]
     if moving[0] >= linear.fixed:
         along = map(ad.instantiate_zeros, tangents[linear.fixed :])
         return results, primitive.bind(*primals[: linear.fixed], *along, **params)
+    if primitive is gradient_p and linear.function.hessian is not None:
+        cotangents, moved = primals[linear.fixed :], [tangents[i] for i in moving]
+        hessian = linear.hessian(tuple(i if i < split else i - skipped for i in moving))
+        types = tuple(jax.typeof(x).to_tangent_aval() for x in results)
+        return results, hessian_p.bind(*primals[: linear.fixed], *cotangents, *moved, linear=hessian, types=types)
 
     def run(*operands: Array) -> list[Array]:
         return linear.in_xla(primitive is gradient_p, *_replaced(primals, moving, operands))
@@ -320,10 +425,12 @@ def _transpose(
 ) -> list[Any]:
     fixed, inputs = operands[: linear.fixed], operands[linear.fixed :]
     operands = *fixed, *map(ad.instantiate_zeros, cotangents)
+    types = tuple(x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in inputs)
     if primitive is tangent_p:
         results = _bind_gradient(linear, operands)
+    elif isinstance(linear, _Hessian):
+        results = hessian_p.bind(*operands, linear=linear.transpose(), types=types)
     else:
-        types = tuple(x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in inputs)
         results = tangent_p.bind(*operands, linear=linear, types=types)
     wanted = map(ad.is_undefined_primal, inputs)
     return [None] * len(fixed) + [x if is_wanted else None for x, is_wanted in zip(results, wanted, strict=True)]
@@ -337,7 +444,7 @@ def _batch(
         results = primitive.bind(*operands, **params)
         return results, [None] * len(results)
     vmap = _Vmap(axis.size, axis.spmd_name, tuple(axes))
-    if primitive is tangent_p:
+    if "types" in params:
         params["types"] = tuple(_mapped_type(axis, x) for x in params["types"])
     else:  # maps the jaxpr, because tracing the passes once more takes longer
         traced, _ = trace_ahead(vmap(functools.partial(_run_jaxpr, **params), vmap.fixed, 0), *operands)
@@ -347,10 +454,10 @@ def _batch(
     else:
         linear: _LinearMap = params["linear"]
         fixed, inputs = vmap.fixed[: linear.fixed], vmap.fixed[linear.fixed :]
-        if primitive is tangent_p:
-            vmap = vmap._replace(fixed=fixed, tangents=inputs, results=(0,) * linear.results.num_leaves)
-        else:
+        if primitive is gradient_p:
             vmap = vmap._replace(fixed=fixed, tangents=(0,) * len(linear.moving), results=inputs)
+        else:
+            vmap = vmap._replace(fixed=fixed, tangents=inputs, results=(0,) * len(params["types"]))
         params["linear"] = dataclasses.replace(linear, vmaps=(*linear.vmaps, vmap))
     results = primitive.bind(*operands, **params)
     return results, [0] * len(results)
@@ -363,22 +470,22 @@ def _mapped_type(axis: Any, x: Any) -> Any:
 
 
 function_p.def_abstract_eval(_trace_launches)
-tangent_p.def_abstract_eval(lambda *_, linear, types: list(types))
 gradient_p.def_abstract_eval(_trace_launches)
 function_p.def_impl(lambda *leaves, call, **_: _run_returned(call, *leaves))
-tangent_p.def_impl(lambda *operands, linear, types: _run_tangent(linear, False, *operands))
 gradient_p.def_impl(lambda *operands, linear, **_: _run_backward(linear, *operands))
 mlir.register_lowering(function_p, mlir.lower_fun(_run_jaxpr, multiple_results=True))
 mlir.register_lowering(gradient_p, mlir.lower_fun(_run_jaxpr, multiple_results=True))
-mlir.register_lowering(
-    tangent_p,
-    mlir.lower_fun(lambda *operands, linear, types: linear.in_xla(False, *operands), multiple_results=True),
-)
+for _primitive in (tangent_p, hessian_p):
+    _primitive.def_abstract_eval(lambda *_, linear, types: list(types))
+    _primitive.def_impl(lambda *operands, linear, types: _run_tangent(linear, *operands))
+    mlir.register_lowering(
+        _primitive, mlir.lower_fun(lambda *operands, linear, types: linear(*operands), multiple_results=True)
+    )
 ad.primitive_jvps[function_p] = _differentiate_function
-for _primitive in (function_p, tangent_p, gradient_p):
+for _primitive in (function_p, tangent_p, gradient_p, hessian_p):
     _primitive.multiple_results = True
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _primitive)
-for _primitive in (tangent_p, gradient_p):
+for _primitive in (tangent_p, gradient_p, hessian_p):
     ad.primitive_jvps[_primitive] = functools.partial(_differentiate_linear, _primitive)
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrnn._bridge.derivatives import TANGENT, tangent_p
+from jaxrnn._bridge.derivatives import TANGENT, launches_when_lowered, tangent_p
 from jaxrnn._bridge.primitive import launch_p
 from jaxrnn._bridge.tracing import bodies, types_of_arrays
 from torch_bridge.records import DIRECTIONS, LaunchRecord, record_launch, record_tangent
@@ -39,7 +39,7 @@ def find_launches(
     """
     for eqn in jaxpr.eqns:
         params = dict(eqn.params)
-        if eqn.primitive is tangent_p:
+        if eqn.primitive is tangent_p and not params["linear"].by_kernels:
             yield within, record_tangent(params["linear"].function.name)
             continue
         if eqn.primitive is launch_p:
@@ -57,7 +57,7 @@ def find_launches(
             runs = times * params["length"]
         elif eqn.primitive.name == "while":
             runs = None
-        for body in bodies(params.values()):
+        for body in (*bodies(params.values()), *launches_when_lowered(eqn)):
             yield from find_launches(body, device, inner, prefix, runs)
 
 

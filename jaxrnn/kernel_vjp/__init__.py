@@ -4,7 +4,8 @@ A call passes through `run.run_kernels`, which runs it on each device, in one di
 `layout.run_canonical`, which converts arguments to the kernels' form; `recurrence.recurrence`, whose passes on that
 form are `_forward` and `_backward`; `chunks.in_chunks`, which runs a pass for all steps at once or, with `remat`, for a
 part of them at a time; and `launch.launch_pass`, which calls `_bridge.launch`. `mesh` is for explicit meshes,
-`projected_state` for states with a projection, and `in_scan` for derivatives of higher order.
+`projected_state` for states with a projection, and `tangents` and, without kernels, `in_scan` for derivatives beyond
+the first gradient.
 """
 
 from jaxrnn.kernel_vjp.mesh import reshard_call

@@ -42,7 +42,7 @@ def history_of(
             history.after[s] = saved_chunk[f"{s}s"]
             history.before[s] = _state_before(spec, saved[f"{s}s"], state, start, chunk.xs.shape[1])
             if each_step:
-                history.previous[s] = _states_before(spec, chunk, history.after[s], history.before[s], reset_state)
+                history.previous[s] = states_before(spec, chunk, history.after[s], history.before[s], reset_state)
     return history
 
 
@@ -91,7 +91,7 @@ def states_before_segments(
     return _shift_in_order(spec, history[:, length - 1 :: length], history[:, ::length], state, in_reverse)
 
 
-def _states_before(
+def states_before(
     spec: KernelSpec, chunk: Call, history: Array, state: Array, reset_state: Array | None
 ) -> Array:  # fmt: skip
     """Returns the states `[G, T, B, H]` before each step, with resets applied; `state` precedes the first step."""

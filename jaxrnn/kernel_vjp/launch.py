@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 def launch_pass(
     spec: KernelSpec, direction: str, call: Call, arrays: dict[str, Array | None], outputs: Sequence[_bridge.Output]
 ) -> dict[str, Array]:
-    """Launches the forward or backward kernel on arrays by name: `_bridge.launch` with the options of a spec."""
-    # the backward kernel computes the same for every kind of reset state
+    """Launches the kernel of a direction on arrays by name: `_bridge.launch` with the options of a spec.
+
+    The direction is "fwd", "bwd" or, for the tangent of the forward pass, "tangent".
+    """
+    # the backward kernel computes the same for every kind of reset state, and tangents start from zeros
     return _bridge.launch(
         spec.cell.name, direction, arrays, outputs, reset_state=spec.reset_state if direction == "fwd" else "zeros",
         reverse=spec.reverse, precision=spec.kernel_precision, may_use_xla=spec.may_use_xla,
@@ -85,7 +88,13 @@ def _input_projection(spec: KernelSpec, chunk: Call, first_steps: list[tuple[int
             xs.astype(dtype), params.w_ih.astype(dtype), bias, jnp.float32 if spec.uses_tf32 else jnp.float16,
             precision=spec.precision, or_product=True, may_use_xla=spec.may_use_xla,
         )  # fmt: skip
-    xp = (norm if cell.norm else base).project(cell, params, xs, spec.precision)
+    return projection_in_xla(spec, chunk, first_steps)
+
+
+def projection_in_xla(spec: KernelSpec, chunk: Call, first_steps: list[tuple[int, Any]]) -> Array:
+    """Returns the input projection in float32, by operations that XLA differentiates."""
+    first = chunk.first
+    xp = (norm if spec.cell.norm else base).project(spec.cell, chunk.params, chunk.xs, spec.precision)
     if first is not None:
         for at, is_first in first_steps:  # XLA updates xp in place
             step = xp[:, at : at + 1] + jnp.where(is_first, first, jnp.zeros_like(first))[:, None]

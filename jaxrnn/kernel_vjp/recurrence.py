@@ -23,6 +23,7 @@ from jaxrnn.kernel_vjp.in_scan import in_scan
 from jaxrnn.kernel_vjp.launch import forward_inputs, forward_weights, launch_pass, possible_first_steps
 from jaxrnn.kernel_vjp.recompute import can_compute_from_states, recomputed_residuals, residuals_from_states
 from jaxrnn.kernel_vjp.spec import KernelSpec, has_residuals_in_place, residual_outputs
+from jaxrnn.kernel_vjp.tangents import has_tangents, run_hessian, run_tangent
 from jaxrnn.kernel_vjp.weight_grads import has_weight_grads_launch, launch_weight_grads, weight_grads
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def recurrence(spec: KernelSpec, call: Call) -> tuple[tuple[Array, ...], dict[st
         `first` for the product of its initial hidden state and the recurrent weights. `in_reverse` is given if
         `spec.reverse` is "bidirectional".
     """
-    run = _bridge.Differentiable(spec.cell.name, spec, _run_forward, _run_backward, in_scan)
+    further = (run_tangent, run_hessian) if has_tangents(spec, call) else ()
+    run = _bridge.Differentiable(spec.cell.name, spec, _run_forward, _run_backward, in_scan, *further)
     return run(call._replace(resets=jax.lax.stop_gradient(call.resets)))
 
 

@@ -250,18 +250,20 @@ TANGENTS = {
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", TANGENTS)
-def test_explain_says_what_xla_computes_of_a_derivative(name):
+def test_explain_says_what_computes_a_derivative(name, remat):
     def differentiate(params, carry, xs):
-        return TANGENTS[name](lambda xs: outputs_of_gru(params, carry, xs).sum(), xs)
+        return TANGENTS[name](lambda xs: jaxrnn.gru(params, carry, xs, remat=remat)[1].sum(), xs)
 
     arrays = gru_arrays()
     explanation = jaxrnn.explain(differentiate, *arrays, device="a100")
     kernels = {launch.direction: launch.kernels for launch in explanation.launches}
     assert explanation.implementation == "triton"
-    assert kernels.pop("tangent") == () and all(kernels.values())
+    assert kernels.pop("tangent") == (() if remat else ("gru_tangent_streamed",)) and all(kernels.values())
     assert [*kernels] == ["forward", *["backward"] * ("grad" in name)]
-    assert "gru tangent: XLA, because kernels compute no derivative but the first gradient" in str(explanation)
+    by_xla = "gru tangent: XLA, because its kernels compute no derivative but the first gradient"
+    assert (by_xla in str(explanation)) == remat
     assert jaxrnn.explain(differentiate, *arrays).implementation == "xla"  # on the CPU
 
 

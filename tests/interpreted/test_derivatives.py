@@ -1,7 +1,7 @@
 """Tests derivatives of every order and mode through the kernels, against JAX differentiating the scan in float64.
 
-Kernels compute the primal and the first gradient, and XLA the rest: `jaxrnn/_bridge/derivatives.py`. Several devices
-are tested in test_sharding.py, exported programs in test_native_export.py, and norms in test_norms.py.
+`jaxrnn/_bridge/derivatives.py` says which of them kernels compute, and which XLA. Several devices are
+tested in test_sharding.py, exported programs in test_native_export.py, and norms in test_norms.py.
 """
 
 import functools
@@ -251,9 +251,10 @@ def test_calls_of_every_kind(name, implementation, monkeypatch):
 
 
 @kernels_only
-def test_third_derivatives(implementation):
+@pytest.mark.parametrize("cell", ["simple_tanh", "gru"])
+def test_third_derivatives(cell, implementation):
     def compute(implementation, dtype):
-        f, x = function("simple_tanh", implementation, dtype)
+        f, x = function(cell, implementation, dtype)
 
         def loss(xs):
             return loss_of(f)(x | {"xs": xs})
@@ -269,21 +270,28 @@ def test_none_runs_the_kernels_where_it_prefers_them(monkeypatch):
     f, x = function("gru", None, jnp.float32)
     plain, _ = function("gru", "xla", jnp.float32)
     product = jax.jit(functools.partial(hessian_product, f))
-    assert launches(product, x) == (1, 1)
+    assert launches(product, x) == (1, 3)
     assert_close(product(x), jax.jit(functools.partial(hessian_product, plain))(x))
 
 
 @kernels_only
 @pytest.mark.parametrize("transform", ["forward-over-reverse", "reverse-over-reverse", "jvp", "transpose-of-vjp"])
 def test_kernels_compute_the_primal_and_the_first_gradient(transform, implementation):
-    f, x = function("gru", implementation, jnp.float32)
+    """Of an LSTM, no kernel computes anything else; of a GRU, kernels compute tangents and second derivatives, too.
+
+    A Hessian-vector product launches the tangent of the pass and two backward passes.
+    """
     want = {
-        "forward-over-reverse": (1, 1),
-        "reverse-over-reverse": (2, 3),  # the second gradient goes through two runs, and XLA's part has no launch
-        "jvp": (1, 0),
-        "transpose-of-vjp": (1, 0),  # which is that of a gradient, so a tangent
+        "forward-over-reverse": ((1, 0, 1), (1, 2, 3)),  # also the tangent of the gradients of the results
+        # the second gradient goes through two runs, and XLA's part has no launch
+        "reverse-over-reverse": ((2, 0, 3), (2, 1, 5)),
+        "jvp": ((1, 0, 0), (1, 1, 0)),
+        "transpose-of-vjp": ((1, 0, 0), (1, 1, 0)),  # which is that of a gradient, so a tangent
     }
-    assert launches(functools.partial(TRANSFORMS[transform], f), x) == want[transform]
+    of = ("fwd", "tangent", "bwd")
+    for cell, counts in zip(("lstm", "gru"), want[transform], strict=True):
+        f, x = function(cell, implementation, jnp.float32)
+        assert launches(functools.partial(TRANSFORMS[transform], f), x, of=of) == counts
 
 
 @kernels_only

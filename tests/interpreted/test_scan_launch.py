@@ -23,7 +23,7 @@ def scans(monkeypatch):
     directions = []
 
     def prefers_scan(problem, device):
-        directions.append(problem.direction)
+        directions.append("tangent" if problem.tangent else problem.direction)
         return True
 
     monkeypatch.setattr(_bridge, "is_preferred", lambda steps: True)
@@ -58,6 +58,22 @@ def test_outputs_and_gradients_match_the_oracle(scans, case):
     got = run(case, inputs)
     assert set(scans) == {"fwd", "bwd"}
     check(case, got, inputs)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("cell", ["gru", "mgu"])
+def test_hessian_products_match_those_of_lax_scan(scans, cell, reverse):
+    *args, resets, reset_state = calls.arguments(cell)
+
+    def product(implementation):
+        run = calls.runner(cell, implementation, reverse=reverse)
+        gradient = jax.grad(calls.loss_of(lambda *args: run(*args, resets, reset_state)), (0, 1, 2))
+        return jax.jit(lambda args: jax.jvp(lambda args: gradient(*args), (args,), (args,))[1])(tuple(args))
+
+    got = product(None)
+    assert set(scans) == {"fwd", "tangent", "bwd"}
+    calls.assert_close(got, product("xla"))
 
 
 ON_A_GPU = [
