@@ -132,7 +132,9 @@ class _Call:
             run = vmap(run, vmap.fixed, 0)
         return run(*leaves)
 
-    def derivative(self, moving: tuple[int, ...], results: Any, residuals: Any) -> _LinearMap:
+    def derivative(
+        self, moving: tuple[int, ...], results: Any, residuals: Any, returned: tuple[int, ...]
+    ) -> _LinearMap:  # fmt: skip
         """Returns the derivative by the leaves `moving`, given the pytree structures of results and residuals."""
         vmaps = tuple(
             vmap._replace(
@@ -141,7 +143,7 @@ class _Call:
             )
             for vmap in self.vmaps
         )  # fmt: skip
-        return _LinearMap(self.function, self.arguments, residuals, results, moving, vmaps)
+        return _LinearMap(self.function, self.arguments, residuals, results, moving, vmaps, returned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +157,7 @@ class _LinearMap:
       arguments, residuals, results: their pytree structures.
       moving: which leaves of the arguments have tangents and, of the transpose, gradients.
       vmaps: each `jax.vmap` around it, the innermost first.
+      returned: which of the operands are residuals that are also results, and have their tangents.
     """
 
     function: Differentiable
@@ -163,6 +166,7 @@ class _LinearMap:
     results: Any
     moving: tuple[int, ...]
     vmaps: tuple[_Vmap, ...]
+    returned: tuple[int, ...] = ()
 
     @property
     def fixed(self) -> int:
@@ -186,17 +190,19 @@ class _LinearMap:
         """Computes the transpose by the backward kernels."""
         return self._under_vmaps(self._run_backward, transposed=True)(*operands)
 
-    def hessian(self, inputs: tuple[int, ...]) -> _Hessian:
-        """Returns the derivative of the transpose by the leaves `inputs` of arguments and cotangents."""
-        split = self.arguments.num_leaves
-        vmaps = tuple(
-            vmap._replace(
-                fixed=(*vmap.fixed, *vmap.results), results=vmap.tangents,
-                tangents=tuple(vmap.fixed[i] if i < split else vmap.results[i - split] for i in inputs),
-            )
-            for vmap in self.vmaps
+    def is_residual(self, i: int) -> bool:
+        """Whether the operand of this index is a residual."""
+        return int(self.arguments.num_leaves) <= i < int(self.arguments.num_leaves + self.residuals.num_leaves)
+
+    def hessian(self, moving: tuple[int, ...]) -> _Hessian:
+        """Returns the derivative of the transpose by the operands `moving`."""
+        vmaps = []
+        for vmap in self.vmaps:
+            axes = *vmap.fixed, *vmap.results
+            vmaps.append(vmap._replace(fixed=axes, tangents=tuple(axes[i] for i in moving), results=vmap.tangents))
+        return _Hessian(
+            self.function, self.arguments, self.residuals, self.results, moving, tuple(vmaps), outputs=self.moving
         )  # fmt: skip
-        return _Hessian(self.function, self.arguments, self.residuals, self.results, inputs, vmaps, self.moving)
 
     def _under_vmaps(self, run: Callable[..., list[Array]], transposed: bool = False) -> Callable[..., list[Array]]:
         for vmap in self.vmaps:
@@ -245,12 +251,13 @@ class _LinearMap:
 class _Hessian(_LinearMap):
     """Holds the static parameters of `hessian_p`: a part of the second derivative of <cotangents, results>.
 
-    The leaves of arguments and cotangents are counted together. The map takes tangents of those at `moving` to the
-    tangents of the gradients by those at `outputs`. The second derivative is symmetric, so that the transpose exchanges
-    the two. The operands are the leaves of arguments, residuals and cotangents, followed by the tangents.
+    The operands are the leaves of arguments, residuals and cotangents, followed by tangents of those at the indices
+    `moving`. The results are the tangents of the gradients by the operands at `outputs`. The second derivative is
+    symmetric, so that the transpose exchanges the two. Tangents of residuals follow from those of arguments. They may
+    be given so that they need not be computed again.
     """
 
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
 
     @property
     def fixed(self) -> int:
@@ -261,8 +268,13 @@ class _Hessian(_LinearMap):
         return self.function.hessian is not None
 
     def transpose(self) -> _Hessian:
-        vmaps = tuple(x._replace(tangents=x.results, results=x.tangents) for x in self.vmaps)
-        return dataclasses.replace(self, moving=self.outputs, outputs=self.moving, vmaps=vmaps)
+        outputs = tuple(i for i in self.moving if not self.is_residual(i))
+        vmaps = tuple(x._replace(tangents=x.results, results=tuple(self.free(x.tangents))) for x in self.vmaps)
+        return dataclasses.replace(self, moving=self.outputs, outputs=outputs, vmaps=vmaps)
+
+    def free(self, tangents: Sequence[Any]) -> list[Any]:
+        """Returns what belongs to tangents, without those of residuals."""
+        return [x for i, x in zip(self.moving, tangents, strict=True) if not self.is_residual(i)]
 
     def _run_tangent(self, *operands: Array) -> list[Array]:
         assert self.function.hessian is not None
@@ -273,11 +285,11 @@ class _Hessian(_LinearMap):
 
     def _reference_at(self, operands: Sequence[Array]) -> tuple[Callable[..., list[Array]], list[Array]]:
         """Returns the gradients as a function of the leaves that have tangents, and these leaves."""
-        split = self.arguments.num_leaves
-        known = *operands[:split], *operands[super().fixed : self.fixed]
+        split, cotangents = self.arguments.num_leaves, super().fixed
+        free = self.free(self.moving)
 
         def run(*moving: Array) -> list[Array]:
-            leaves = _replaced(known, self.moving, moving)
+            leaves = _replaced(operands[: self.fixed], free, moving)
             among = [i for i in self.outputs if i < split]
 
             def results(*values: Array) -> list[Array]:
@@ -285,10 +297,13 @@ class _Hessian(_LinearMap):
                 return jax.tree.leaves(self.function.reference(self.function.static, arguments))
 
             values, pull = jax.vjp(results, *(leaves[i] for i in among))
-            gradients = dict(zip(among, pull(leaves[split:]), strict=True))
-            return [gradients[i] if i < split else values[i - split] for i in self.outputs]
+            gradients = dict(zip(among, pull(leaves[cotangents:]), strict=True))
+            return [gradients[i] if i < split else values[i - cotangents] for i in self.outputs]
 
-        return run, [known[i] for i in self.moving]
+        return run, [operands[i] for i in free]
+
+    def _push_reference(self, *operands: Array) -> list[Array]:
+        return list(jax.jvp(*self._reference_at(operands), self.free(operands[self.fixed :]))[1])
 
 
 def _sum_unmapped(run: Callable[..., list[Array]], axes: Sequence[int | None]) -> Callable[..., list[Array]]:
@@ -376,8 +391,10 @@ def _differentiate(call: _Call, leaves: Sequence[Array], tangents: Sequence[Any]
     primals, results, residuals = _bind_function(dataclasses.replace(call, save=True), leaves)
     saved = primals[results.num_leaves :]
     moving = tuple(i for i, x in enumerate(tangents) if type(x) is not ad.Zero)
+    values = [*map(id, primals[: results.num_leaves])]
+    returned = tuple(i for i, x in enumerate(saved, len(leaves)) if id(x) in values)
     along = tangent_p.bind(
-        *leaves, *saved, *(tangents[i] for i in moving), linear=call.derivative(moving, results, residuals),
+        *leaves, *saved, *(tangents[i] for i in moving), linear=call.derivative(moving, results, residuals, returned),
         types=tuple(jax.typeof(x).to_tangent_aval() for x in primals[: results.num_leaves]),
     )  # fmt: skip
     return results, primals, [*along, *map(_zero, saved)]
@@ -400,18 +417,18 @@ def _differentiate_linear(
     linear: _LinearMap = params["linear"]
     results = primitive.bind(*primals, **params)
     # residuals follow from the arguments, so that their tangents say nothing
-    split, skipped = linear.arguments.num_leaves, int(linear.residuals.num_leaves)
-    moving = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero and not split <= i < split + skipped]
+    given = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
+    moving = [i for i in given if not linear.is_residual(i)]
     if not moving:
         return results, [*map(_zero, results)]
     if moving[0] >= linear.fixed:
         along = map(ad.instantiate_zeros, tangents[linear.fixed :])
         return results, primitive.bind(*primals[: linear.fixed], *along, **params)
     if primitive is gradient_p and linear.function.hessian is not None:
-        cotangents, moved = primals[linear.fixed :], [tangents[i] for i in moving]
-        hessian = linear.hessian(tuple(i if i < split else i - skipped for i in moving))
+        moving = [i for i in given if i in moving or i in linear.returned]
         types = tuple(jax.typeof(x).to_tangent_aval() for x in results)
-        return results, hessian_p.bind(*primals[: linear.fixed], *cotangents, *moved, linear=hessian, types=types)
+        moved = (tangents[i] for i in moving)
+        return results, hessian_p.bind(*primals, *moved, linear=linear.hessian(tuple(moving)), types=types)
 
     def run(*operands: Array) -> list[Array]:
         return linear.in_xla(primitive is gradient_p, *_replaced(primals, moving, operands))
@@ -425,11 +442,15 @@ def _transpose(
 ) -> list[Any]:
     fixed, inputs = operands[: linear.fixed], operands[linear.fixed :]
     operands = *fixed, *map(ad.instantiate_zeros, cotangents)
+    results: Sequence[Array | None]
     types = tuple(x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in inputs)
     if primitive is tangent_p:
         results = _bind_gradient(linear, operands)
     elif isinstance(linear, _Hessian):
-        results = hessian_p.bind(*operands, linear=linear.transpose(), types=types)
+        transpose = linear.transpose()
+        results = hessian_p.bind(*operands, linear=transpose, types=tuple(linear.free(types)))
+        by_index = dict(zip(transpose.outputs, results, strict=True))
+        results = [by_index.get(i) for i in linear.moving]
     else:
         results = tangent_p.bind(*operands, linear=linear, types=types)
     wanted = map(ad.is_undefined_primal, inputs)

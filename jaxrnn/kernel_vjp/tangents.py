@@ -60,25 +60,32 @@ def run_hessian(
 ) -> list[Array]:  # fmt: skip
     """Returns tangents of the gradients of <cotangents, results>.
 
-    `inputs` and `outputs` are indices of leaves of `(call, cotangents)`. The function differentiates along `tangents`
-    of the leaves at `inputs`, and returns the tangents of the gradients of those at `outputs`.
+    `inputs` and `outputs` are indices of leaves of `(call, saved, cotangents)`. The function differentiates along
+    `tangents` of the leaves at `inputs`, and returns the tangents of the gradients of those at `outputs`. If the
+    tangents of the states, which are saved, are among `tangents`, they are not computed.
     """
     count = len(jax.tree.leaves(call))
+    of_states, first_cotangent = count + sorted(saved).index("hs"), count + len(saved)
 
     def run(call: Call, hs: Array, cotangents: Any, tangents: Sequence[Array]) -> list[Array]:
         along = dict(zip(inputs, tangents, strict=True))
         leaves, structure = jax.tree.flatten(cotangents)
-        changes = jax.tree.unflatten(structure, [along.get(count + i, jnp.zeros_like(x)) for i, x in enumerate(leaves)])
+        changes = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(leaves, first_cotangent)]
         moving = tuple(sorted({i for i in (*inputs, *outputs) if i < count}))
         steps = _Steps(spec, call, hs, moving)
         dx = [along.get(i, jnp.zeros_like(x)) for i, x in zip(moving, steps.values, strict=True)]
-        dh, s = steps.tangent(dx), steps.adjoint(cotangents)
-        change, *further = jax.jvp(functools.partial(steps.pull, s), (hs, *steps.values), (dh[1], *dx))[1]
-        last, sequences = changes
-        ds = steps.adjoint((last, sequences | {"h": sequences["h"] + change.astype(sequences["h"].dtype)}))
+        by_index = {}
+        if of_states in along:
+            dh = along[of_states]
+        else:
+            last, dh = steps.tangent(dx)
+            by_index = dict(enumerate(jax.tree.leaves(steps.results((last, dh))), first_cotangent))
+        s = steps.adjoint(cotangents)
+        change, *further = jax.jvp(functools.partial(steps.pull, s), (hs, *steps.values), (dh, *dx))[1]
+        d_last, sequences = jax.tree.unflatten(structure, changes)
+        ds = steps.adjoint((d_last, sequences | {"h": sequences["h"] + change.astype(sequences["h"].dtype)}))
         gradients = map(jnp.add, steps.pull(ds, hs, *steps.values)[1:], further)
-        by_index = dict(zip(moving, gradients, strict=True))
-        by_index |= {count + i: x for i, x in enumerate(jax.tree.leaves(steps.results(dh)))}
+        by_index |= zip(moving, gradients, strict=True)
         return [by_index[i] for i in outputs]
 
     return sharding.shard_over_vmapped_axes(run, call, saved["hs"], cotangents, tangents)
