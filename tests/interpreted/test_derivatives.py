@@ -201,6 +201,9 @@ CALLS = {
     "reverse-batch-major-stepped": lambda *given: function(
         "lstm", *given, call={"time_major": False, "stepped": True}, time_major=False, reverse=True
     ),
+    "reverse-batch-major-stepped-gru": lambda *given: function(
+        "gru", *given, call={"time_major": False, "stepped": True}, time_major=False, reverse=True
+    ),
     "stepped": lambda *given: function("layer_norm_gru", *given, call={"stepped": True}),
     "remat-in-chunks": lambda *given: function("lstm", *given, remat=True),
     "remat-in-chunks-reverse": lambda *given: function("gru", *given, remat=True, reverse=True),
@@ -215,6 +218,8 @@ CALLS = {
     "bidirectional-batch-major-projected": functools.partial(bidirectional, "lstm", time_major=False, stepped=True),
     "vmap-of-sequences": lambda *given: vmapped("gru", *given, (None, 0, 0, None)),
     "vmap-of-models": lambda *given: vmapped("lstm", *given, (0, 0, None, 0)),
+    "vmap-of-models-gru": lambda *given: vmapped("gru", *given, (0, 0, None, 0)),
+    "vmap-of-models-mgu": lambda *given: vmapped("mgu", *given, (0, None, 0, None)),
     "in-scan": wrapped(in_scan),
     "fixed-point": wrapped(fixed_point),
     "checkpoint": wrapped(
