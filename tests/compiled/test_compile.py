@@ -199,8 +199,8 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
 @pytest.mark.parametrize("cell", [name for name, spec in CELLS.items() if spec.has_tangent_loop])
 def test_tangents_fit_and_do_not_spill(target, full, whole, cell, kind):
     device, problems = TARGETS[target], []
-    widths = (24, 64, 100, 127, 128, 300, 448, 1025) if full else (64, 127, 128, 300) if whole else (127, 128, 300)
-    for hidden, batch in itertools.product(widths, (16, 2048)):
+    some = (32, 64, 119, 127, 128, 300) if whole else (64, 127, 128, 300)
+    for hidden, batch in itertools.product((24, *some, 100, 448, 1025) if full else some, (16, 2048)):
         p = make_problem(cell, "fwd", kind, hidden, batch, tangent=True)
         problems += [(p, tiling.heuristic(p, device))]
     bad = misfits([*problems, *in_pieces(problems, device)], device)

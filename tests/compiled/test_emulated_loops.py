@@ -127,6 +127,9 @@ CASES = (
             Case("resident", "tf32", 64, 11, 3, block_b=8),
             Case("resident", "tf32", 128, 11, 4, block_b=8, reverse=True, seed=0),
             Case("resident", "bf16", 37, 5, 4, block_b=2, reverse="bidirectional", groups=2),
+            Case("fma", "tf32x3", 20, 3, 9, reverse=True, groups=2),
+            Case("fma", "tf32", 40, 2, 5, reverse="bidirectional"),
+            Case("fma", "tf32x3", 100, 2, 4),
             Case("streamed", "tf32x3", 40, 5, 4, reverse=True),
             Case("streamed", "tf32", 96, 19, 3, shared=True, reverse="bidirectional", workers=1),
         )
@@ -272,6 +275,17 @@ def test_pieces_of_a_sequence_have_the_bits_of_the_whole(cell, case, pieces, dir
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("case", "pieces"),
+    [pytest.param(*x, id=str(x[0])) for x in IN_PIECES if x[0].reverse and x[0].loop != "split_registers"],
+)
+def test_pieces_of_a_tangent_have_the_bits_of_the_whole(case, pieces):
+    compare_with_whole(
+        case._replace(reset_state="zeros", hidden=min(case.hidden, 64)), "gru", "tangent", pieces,
+        lambda shape: [resets_at(pattern, shape, pieces) for pattern in ("random", "all", "none")],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_reset_is_found_however_far_it_is(reverse):
     """A program looks at 512 steps at a time."""
@@ -296,7 +310,7 @@ def compare_with_whole(case, cell, direction, pieces, resets):
     outputs = emulated.outputs_of(launch.problem)
     given = arrays_of(launch.problem)
     given |= {name: torch.full_like(given[name], float("nan")) for name in outputs}  # nothing is left unwritten
-    given["h0" if direction == "fwd" else "dh_last"][:, 0] = 1e4  # has an effect as far as the first reset
+    given["dh_last" if direction == "bwd" else "h0"][:, 0] = 1e4  # has an effect as far as the first reset
     for reset in resets(given["reset"].shape):
         results = []
         for each, kernels in compiled:

@@ -37,7 +37,7 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     Raises:
       UnsupportedError: see `heuristic`.
     """
-    loops = ("streamed", "resident") if problem.tangent else CELLS[problem.cell].loops
+    loops = ("streamed", "resident", "fma") if problem.tangent else CELLS[problem.cell].loops
     few = fma_configs(problem, device) if "fma" in loops else []
     resident = resident_configs(problem, device) if "resident" in loops else []
     split = split_configs(problem, device) if "split" in loops else []

@@ -83,6 +83,7 @@ class _ForwardConfig(NamedTuple):
     DTYPE: Any  # of the weights
     DEPTH: Any  # number of steps that inputs are prefetched ahead
     PIECES: Any  # whether sequences are cut into pieces
+    TANGENT: Any  # whether the kernel runs the tangent
 
 
 class _BackwardConfig(NamedTuple):
@@ -101,14 +102,28 @@ class _BackwardConfig(NamedTuple):
     PIECES: Any  # whether sequences are cut into pieces
 
 
+@gluon.constexpr_function
+def _count(config):
+    """Returns the number of local gradients of a cell without a norm."""
+    return config.GATES + 1 if config.SEPARATE else config.GATES
+
+
 @gluon.jit
 def _load_step(i, a, tile, config: gl.constexpr):
-    """Loads what step min(i, steps - 1) reads: input projections by gate, resets, and the statistics of a norm."""
+    """Loads what step min(i, steps - 1) reads: input projections by gate, resets, and the statistics of a norm.
+
+    For a tangent, loads one input, and also the residuals of a cell with one state.
+    """
     H: gl.constexpr = config.H
-    GATES: gl.constexpr = config.GATES
+    INPUTS: gl.constexpr = 1 if config.TANGENT else config.GATES
     row = forward_rows(tile, i, config.REVERSE)
-    x = load_inputs(a.xp_ptr + row * (GATES * H) + tile.unit, tile.mask, H, GATES)
-    return x, load_reset(a.reset_ptr, row), load_statistics(a.x_norm_ptr, a.x_mean_ptr, row, row >= 0)
+    x = load_inputs(a.xp_ptr + row * (INPUTS * H) + tile.unit, tile.mask, H, INPUTS)
+    saved = ()
+    if config.TANGENT:
+        at = row * H + tile.unit
+        local_grads = load_local_grads(a.local_grads_ptr, at, tile.mask, _count(config))
+        saved = (local_grads, gl.load(a.carry_gate_ptr + at, mask=tile.mask, other=0.0))
+    return x, load_reset(a.reset_ptr, row), load_statistics(a.x_norm_ptr, a.x_mean_ptr, row, row >= 0), saved
 
 
 @gluon.jit
@@ -127,7 +142,7 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
     DTYPE: gl.constexpr = config.DTYPE
     unit, mask = tile.unit, tile.mask
     ACCURACY: gl.constexpr = "precise" if DTYPE == gl.float32 else "plain"
-    x, reset, statistics = inputs
+    x, reset, statistics, saved = inputs
     if a.x_mean_ptr is not None:
         x = subtract_mean(x, statistics[1], weights.w_sum)
     before = states
@@ -140,12 +155,12 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
     started = ()
     for k in gl.static_range(GATES):  # inputs are added at once, not after the last product: fewer registers spill
         product = _row_sums(weights.w[product_order(k, GATES)], operand)
-        started += (
-            add_input(
+        if not config.TANGENT:
+            product = add_input(
                 product, x[product_order(k, GATES)], weights.b_hn,
                 config.SEPARATE and product_order(k, GATES) == GATES - 1,
-            ),
-        )  # fmt: skip
+            )  # fmt: skip
+        started += (product,)
     gates = ()
     for gate in gl.static_range(GATES):
         gates += (started[product_order(gate, GATES)],)
@@ -155,13 +170,17 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
             sums += (gl.sum(before[0], axis=0),)
         scale = scale_of_norm(sums, statistics, H, NORM_WIDTH)
         normalized, gates = normalize(gates, scale, weights.bias)
-    x_last = x[GATES - 1].to(gl.float32)
+    x_last = x[len(x) - 1].to(gl.float32)
     inputs = _load_step(i + config.DEPTH, a, tile, config)
-    states, activations = config.STEP(gates, x_last, before, ACCURACY)
+    if config.TANGENT:
+        local_grads = unpack_local_grads(saved[0], _count(config))
+        states = config.STEP(gates, x_last, before, local_grads, (saved[1],))
+    else:
+        states, activations = config.STEP(gates, x_last, before, ACCURACY)
     live = runs(tile.mask, tile, i, config.PIECES)  # nothing is stored for a step past the last
     at = forward_rows(tile, i, config.REVERSE) * H + unit
     store_states(a.hs_ptr, a.cs_ptr, at, states, live)
-    if a.local_grads_ptr is not None:
+    if a.local_grads_ptr is not None and not config.TANGENT:
         local_grads, factors = config.RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
             local_grads = with_norm_grad(local_grads, normalized)
@@ -187,15 +206,15 @@ def forward_kernel(
     RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
     SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; the arrays are those of `arrays.Forward`.
+    """Runs the forward pass or, if RESIDUALS is None, its tangent, as `streamed.forward_kernel` explains.
 
-    SHARED_GATES is the number of gates whose weights are in shared memory.
+    The arrays are those of `arrays.Forward`. SHARED_GATES is the number of gates whose weights are in shared memory.
     """
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     config: gl.constexpr = _ForwardConfig(
         STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, RESET_STATE, H, REVERSE, PRECISION, DTYPE, DEPTH,
-        pieces is not None,
+        pieces is not None, RESIDUALS is None,
     )  # fmt: skip
     a = arrays.Forward(
         w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
@@ -209,7 +228,7 @@ def forward_kernel(
         inputs = then(inputs, _load_step(k, a, tile, config))
     w = load_gate_weights(w_hh_t_ptr + model * (GATES * H * H), H * H, H, H, BLOCK_H, GATES, SHARED_GATES)
     b_hn = 0.0
-    if SEPARATE:
+    if SEPARATE and not config.TANGENT:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
     bias = load_biases(bias_ptr, model, unit, H, GATES, False)
     w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, False)
