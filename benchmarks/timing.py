@@ -132,6 +132,9 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
             run()
     except RuntimeError as error:
         torch.cuda.synchronize()
+        # A capture that fails leaves PyTorch's random generator in the state of a capture, and one that ends resets it.
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros((), device="cuda")
         return run, f"eager calls, CUDA events; not captured: {first_line(error)}"
     kept = graph, run  # `run` keeps the arrays of the graph alive
 

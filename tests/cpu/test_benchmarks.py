@@ -233,6 +233,28 @@ def test_captured_pass_does_not_depend_on_earlier_captures():
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.gpu
+def test_a_pass_that_cannot_be_captured_leaves_random_numbers_to_others():
+    """The test uses a separate process, whose random generator a fault would break."""
+    code = """
+        import torch
+
+        from benchmarks import timing
+
+        x = torch.randn(8, device="cuda")
+        run, method = timing.capture(lambda: x.cpu())  # waits for the device, which no capture allows
+        assert "not captured" in method
+        run()
+        torch.rand(8, device="cuda")
+        replay, method = timing.capture(lambda: torch.nn.functional.dropout(x))
+        assert method == timing.REPLAYS
+        replay()
+        torch.cuda.synchronize()
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.torch
 def test_modules_for_pytorch_get_resets_only_if_the_case_has_them(monkeypatch):
     from torch_bridge.nn import stack
