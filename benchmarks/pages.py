@@ -332,6 +332,18 @@ def other_cells() -> str:
     return together(table(headings, rows), prose(relu))
 
 
+def derivatives() -> str:
+    """The times of tangents and of Hessian-vector products."""
+    ms, rows = figures("derivatives"), []
+    names = {"jvp": "tangents (`jax.jvp`)", "hvp": "Hessian-vector product"}
+    for case in dict.fromkeys(case for case, _ in ms):
+        shape, _, derivative = case.rpartition(" ")
+        values = (number(ms[case, name]) for name in ("jaxrnn", "jaxrnn-xla", "flax", "hoisted-scan"))
+        rows.append((shape, names[derivative], *values))
+    headings = "B, T, H", "what", "jaxrnn", 'jaxrnn, `"xla"`', "Flax", "`lax.scan` (hoisted)"
+    return together(table(headings, rows), prose(measured_on("derivatives")))
+
+
 def many_agents() -> str:
     """The times of many models under vmap."""
     ms = figures("vmap")
@@ -501,6 +513,7 @@ BLOCKS = {
     "few-sequences": few_sequences,
     "episodes": episodes,
     "other-cells": other_cells,
+    "derivatives": derivatives,
     "many-agents": many_agents,
     "memory": memory,
     "first-call": first_call,
