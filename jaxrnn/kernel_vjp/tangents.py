@@ -156,8 +156,9 @@ class _Steps:
             "w_hh": self.call.params.w_hh.astype(dtype)[None], "reset": self.call.resets,
             "local_grads": base.interleave(cell, local_grads), "dhs": d_sequences["h"], "dh_last": d_last,
         }  # fmt: skip
-        outputs = [_bridge.Output("dxp", dtype, cell.gates * spec.hidden)]
+        f32 = jnp.dtype(jnp.float32)  # float16 would overflow, and two roundings add up
+        outputs = [_bridge.Output("dxp", f32, cell.gates * spec.hidden)]
         outputs += [_bridge.Output(name, dtype, spec.hidden) for name in cell.hidden_grads]
-        outputs.append(_bridge.Output("dh0", jnp.dtype(jnp.float32), spec.hidden, stepped=False))
+        outputs.append(_bridge.Output("dh0", f32, spec.hidden, stepped=False))
         results = launch_pass(spec, "bwd", self.call, arrays, outputs)
-        return results["dxp"][..., (cell.gates - 1) * spec.hidden :].astype(jnp.float32)
+        return results["dxp"][..., (cell.gates - 1) * spec.hidden :]

@@ -393,3 +393,15 @@ def test_tangents_have_the_dtypes_of_primals(implementation):
     for primal, tangent in zip(*map(jax.tree.leaves, results[0]), strict=True):
         assert primal.dtype == tangent.dtype == jnp.float16
     assert_close(results[0][1], results[1][1], 4e-3)
+
+
+@kernels_only
+def test_gradients_of_states_may_exceed_float16(implementation):
+    """With operands in float16, a second derivative by a carry in float32 is finite where XLA's is."""
+    results = []
+    for which in (implementation, "xla"):
+        run, carry = of_carry(*function("gru", which, jnp.float16))
+        gradient = jax.grad(lambda carry, run=run: 2e5 * loss_of(run)(carry))
+        carry = carry.astype(jnp.float32)
+        results.append(jax.jit(lambda carry, gradient=gradient: jax.jvp(gradient, (carry,), (carry,))[1])(carry))
+    assert_close(*results, 4e-3)
