@@ -12,11 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from example_modules import EXAMPLES, load
+from rich.console import Console
 
 packing_and_resets, many_seeds = load("packing_and_resets"), load("many_seeds")
 
 
 # --- packing_and_resets ----------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_long_times_cuts_no_word():
+    cost = packing_and_resets.Cost(1234.5, 45.6, 123.4, programs=20, sequential=100_000, computed=200_000)
+    measurement = packing_and_resets.Measurement(256, 100_000, dict.fromkeys(packing_and_resets.METHODS, cost))
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(packing_and_resets.table_of(packing_and_resets.Config(), [measurement]))
+    assert "1234.50" in capture.get()
+    assert "…" not in capture.get()
 
 
 def test_packing_holds_every_step_once_and_in_order():
@@ -55,7 +66,7 @@ def test_packing_and_resets_compares_three_ways(tmp_path, capsys, monkeypatch):
         assert pack.host_milliseconds > 0 == scan.host_milliseconds
     assert results[0].costs["pack"].programs > 1, "episodes of mean length 2 must pack to more than one shape"
     printed = capsys.readouterr().out
-    for text in ("9 steps of 3 environments, 5 units", "wasted steps", jax.__version__):
+    for text in ("9 steps of 3 environments, 5 units", "wasted", jax.__version__):
         assert text in printed
     assert (tmp_path / "packing_and_resets.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "packing_and_resets.json").read_text())
