@@ -336,12 +336,12 @@ def derivatives() -> str:
     """The times of tangents and of Hessian-vector products."""
     ms, rows = figures("derivatives"), []
     names = {"jvp": "tangents (`jax.jvp`)", "hvp": "Hessian-vector product"}
+    columns = {RECURRENCES[name]: name for name in ("jaxrnn", "jaxrnn-xla", "flax")}
+    columns |= {"`lax.scan` (hoisted)": "hoisted-scan"}
     for case in dict.fromkeys(case for case, _ in ms):
         shape, _, derivative = case.rpartition(" ")
-        values = (number(ms[case, name]) for name in ("jaxrnn", "jaxrnn-xla", "flax", "hoisted-scan"))
-        rows.append((shape, names[derivative], *values))
-    headings = "B, T, H", "what", "jaxrnn", 'jaxrnn, `"xla"`', "Flax", "`lax.scan` (hoisted)"
-    return together(table(headings, rows), prose(measured_on("derivatives")))
+        rows.append((shape, names[derivative], *(entry(ms, case, [name]) for name in columns.values())))
+    return together(table(("B, T, H", "what", *columns), rows), prose(measured_on("derivatives")))
 
 
 def many_agents() -> str:

@@ -130,10 +130,14 @@ def announce(name: str) -> None:
 
 
 def table(title: str, caption: str, headers: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Table:
-    """Returns a table whose first `left` columns hold text, and the others numbers."""
+    """Returns a table whose first `left` columns hold text, and the others numbers.
+
+    Where it does not fit, columns of numbers are narrowed only if their headings can be broken, so that no word is cut.
+    """
     result = Table(title=title, caption=caption)
     for i, header in enumerate(headers):
-        result.add_column(header, justify="left" if i < left else "right")
+        number = i >= left
+        result.add_column(header, justify="right" if number else "left", no_wrap=number and " " not in header)
     for row in rows:
         result.add_row(*row)
     return result

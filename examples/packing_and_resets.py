@@ -265,8 +265,7 @@ def table_of(config: Config, measurements: Sequence[Measurement]) -> Table:
         for name, cost in costs.items()
     ]
     title = f"GRU forward and backward, {describe(config)}; programs for {config.rollouts} rollouts"
-    # broken here, so that a table of long times needs no narrower columns, which would cut a word
-    headers = ["mean\nlength", "method", "ms", "host\nms", "compile", "programs", "steps\nin turn", "wasted\nsteps"]
+    headers = ["mean length", "method", "ms", "host ms", "compile", "programs", "steps in turn", "wasted steps"]
     return table(title, machine(), headers, rows, left=2)
 
 

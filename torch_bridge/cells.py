@@ -51,11 +51,11 @@ class CellSpec:
 
     @property
     def has_tangent_loop(self) -> bool:
-        """Whether kernels compute tangents of the loop, and gradients of gradients.
+        """Says whether kernels compute tangents (`jax.jvp`) and Hessian-vector products of the cell.
 
-        The latter need the gradient of every state. The backward kernel returns it in place of the gradient of a
-        separate last gate before its activation, which is not multiplied by recurrent weights, if the local gradient of
-        that gate is replaced by one.
+        A Hessian-vector product needs the gradient of every state. The backward kernel returns it in place of the
+        gradient of a separate last gate before its activation, which is not multiplied by recurrent weights, if the
+        local gradient of that gate is replaced by one.
         """
         return self.last_gate_separate
 

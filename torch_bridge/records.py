@@ -91,7 +91,8 @@ class LaunchRecord:
         """The name of this launch among the operations of a compiled program, such as "gru_fwd_resident"."""
         if self.kernels:
             return self.kernels[0]
-        return f"{self.computes}_{dict(forward='fwd', backward='bwd').get(self.direction, self.direction)}_scan"
+        (direction,) = (short for short, name in DIRECTIONS.items() if name == self.direction)
+        return f"{self.computes}_{direction}_scan"
 
     @property
     def precision(self) -> str | None:

@@ -175,12 +175,12 @@ class _LinearMap:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels compute the map."""
+        """Says whether the function has kernels for this linear map; without them, XLA computes it."""
         return self.function.tangent is not None
 
     def __call__(self, *operands: Array) -> list[Array]:
         """Computes the map, by kernels if there are any."""
-        return self.in_xla(False, *operands) if not self.by_kernels else self._under_vmaps(self._run_tangent)(*operands)
+        return self._under_vmaps(self._run_tangent)(*operands) if self.by_kernels else self.in_xla(False, *operands)
 
     def in_xla(self, transposed: bool, *operands: Array) -> list[Array]:
         """Computes the map or its transpose by differentiating the reference."""
@@ -191,8 +191,8 @@ class _LinearMap:
         return self._under_vmaps(self._run_backward, transposed=True)(*operands)
 
     def is_residual(self, i: int) -> bool:
-        """Whether the operand of this index is a residual."""
-        return int(self.arguments.num_leaves) <= i < int(self.arguments.num_leaves + self.residuals.num_leaves)
+        """Returns whether operand i is a residual: these follow the leaves of the arguments."""
+        return bool(0 <= i - self.arguments.num_leaves < self.residuals.num_leaves)
 
     def hessian(self, moving: tuple[int, ...]) -> _Hessian:
         """Returns the derivative of the transpose by the operands `moving`."""

@@ -66,7 +66,7 @@ def test_packing_and_resets_compares_three_ways(tmp_path, capsys, monkeypatch):
         assert pack.host_milliseconds > 0 == scan.host_milliseconds
     assert results[0].costs["pack"].programs > 1, "episodes of mean length 2 must pack to more than one shape"
     printed = capsys.readouterr().out
-    for text in ("9 steps of 3 environments, 5 units", "wasted", jax.__version__):
+    for text in ("9 steps of 3 environments, 5 units", "wasted steps", jax.__version__):
         assert text in printed
     assert (tmp_path / "packing_and_resets.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((tmp_path / "packing_and_resets.json").read_text())

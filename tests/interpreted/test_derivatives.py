@@ -281,8 +281,8 @@ def test_none_runs_the_kernels_where_it_prefers_them(monkeypatch):
 
 @kernels_only
 @pytest.mark.parametrize("transform", ["forward-over-reverse", "reverse-over-reverse", "jvp", "transpose-of-vjp"])
-def test_kernels_compute_the_primal_and_the_first_gradient(transform, implementation):
-    """Of an LSTM, no kernel computes anything else; of a GRU, kernels compute tangents and second derivatives, too.
+def test_every_derivative_has_the_launches_that_it_needs(transform, implementation):
+    """An LSTM launches its passes and first gradients alone; a GRU launches tangents and second derivatives, too.
 
     A Hessian-vector product launches two backward passes besides that of the gradient, and the tangent of the pass
     where forward mode does not give it.
