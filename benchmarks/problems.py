@@ -37,13 +37,15 @@ def make_problem(
     in_place: bool = False,
     halves: bool = True,
     tangent: bool = False,
+    totals: bool = False,
 ) -> Problem:
     """Returns a problem with every array that a kernel can take together with a reset state: the worst case.
 
     With the reset state "zeros", the problem has only common arrays (`Problem.has_only_common_arrays`): no per-step
     cell states, and no gradients of these, either. With `in_place`, the residuals of a GRU in TF32 overwrite its input
     projections. Without `halves`, the residuals are float32 in TF32 too, as JAX may declare them: see
-    `torch_bridge.tiling.with_residual_dtypes`. With `tangent`, a forward launch runs the tangent of the pass.
+    `torch_bridge.tiling.with_residual_dtypes`. With `tangent`, a forward launch runs the tangent of the pass. With
+    `totals`, a backward launch also writes the gradients of all states.
     """
     operand, precision = KINDS[kind]
     spec = CELLS[cell]
@@ -67,6 +69,7 @@ def make_problem(
         names |= {"scale": "float32", "dnorm": "float32"} if spec.norm else {}
         names |= {f"d{s}{suffix}": "float32" for s in states for suffix in ("s", "_last", "0")}
         names |= {f"dreset_{s}": "float32" for s in states if reset_state != "zeros"}
+        names |= {f"total_d{s}": "float32" for s in states if totals}
         if reset_state == "zeros":
             names.pop("dcs", None)
     norm_width = hidden + INPUTS if spec.norm else 0
@@ -111,7 +114,7 @@ def outputs_of(problem: Problem) -> list[str]:
         if not problem.tangent:
             written |= {"local_grads", "dc_dh", "carry_gate", "norm_state", "scale"}
     else:
-        written = {"dxp", "dhn", "dnorm", "dh0", "dc0", "dreset_h", "dreset_c"}
+        written = {"dxp", "dhn", "dnorm", "dh0", "dc0", "dreset_h", "dreset_c", "total_dh", "total_dc"}
     return [name for name, _ in problem.dtypes if name in written]
 
 

@@ -13,7 +13,7 @@ from torch_bridge.calls import BackwardCall, ForwardCall, Norm
 from torch_bridge.cells import CELLS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -99,21 +99,55 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
             problem.precision, problem.norm_width, reset_gradients=True,
         )  # fmt: skip
         results = torch_loop.backward(call)
+        if "total_dh" in written:
+            results |= _totals(problem, float64, arrays["reset"], results)
     if problem.has_packed_residuals and problem.direction == "fwd":
         written.append("carry_gate")
     return {name: results[name] for name in written}
 
 
+def _steps(problem: Problem) -> Iterator[tuple[int, int, list[int]]]:
+    """Yields each group with its model, and its steps in the order of the forward pass."""
+    for group in range(problem.groups):
+        model = group * problem.models // problem.groups
+        reverse = model % 2 == 1 if problem.reverse == "bidirectional" else problem.reverse
+        yield group, model, sorted(range(problem.steps), reverse=bool(reverse))
+
+
+def _totals(
+    problem: Problem, arrays: Mapping[str, Tensor], resets: Tensor, results: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the gradients of the states of each step, given the other results of a backward launch without a norm."""
+    cell, hidden = CELLS[problem.cell], problem.hidden
+    products = results["dxp"]
+    if cell.last_gate_separate:
+        products = torch.cat([products[..., : (cell.gates - 1) * hidden], results["dhn"]], -1)
+    totals = {s: torch.empty_like(arrays["dhs"]) for s in cell.states}
+    for group, model, order in _steps(problem):
+        after = {s: arrays[f"d{s}_last"][group] for s in cell.states}
+        for t in reversed(order):
+            for s, d in after.items():
+                totals[s][group, t] = d + arrays[f"d{s}s"][group, t] if f"d{s}s" in arrays else d
+            last = totals[cell.states[-1]][group, t]
+            if len(cell.states) > 1:
+                last = last + totals["h"][group, t] * arrays["dc_dh"][group, t]
+            before = {"h": products[group, t] @ arrays["w_hh"][model].mT}
+            if "carry_gate" in arrays:
+                carried = last * arrays["carry_gate"][group, t]
+                before[cell.states[-1]] = before.get(cell.states[-1], 0.0) + carried
+            after = {s: torch.where(resets[group, t, :, None], 0.0, d) for s, d in before.items()}
+    return {f"total_d{s}": x for s, x in totals.items()}
+
+
 def _tangent(problem: Problem, arrays: Mapping[str, Tensor], resets: Tensor) -> dict[str, Tensor]:
     """Returns the outputs of the tangent of a forward launch, of a cell whose last gate is separate."""
-    cell, per_model = CELLS[problem.cell], problem.groups // problem.models
+    cell = CELLS[problem.cell]
     local_grads = arrays["local_grads"].unflatten(-1, (problem.hidden, -1)).unbind(-1)
     factors = torch.cat([*local_grads[: cell.gates - 1], local_grads[cell.gates]], -1)
     hs = torch.empty_like(arrays["xp"])
-    for group in range(problem.groups):
-        model, h = group // per_model, arrays["h0"][group]
-        reverse = model % 2 == 1 if problem.reverse == "bidirectional" else problem.reverse
-        for t in sorted(range(problem.steps), reverse=reverse):
+    for group, model, order in _steps(problem):
+        h = arrays["h0"][group]
+        for t in order:
             h = torch.where(resets[group, t, :, None], 0.0, h)
             products = factors[group, t] * (h @ arrays["w_hh_t"][model].mT)
             carried = arrays["carry_gate"][group, t] * h

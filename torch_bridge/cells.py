@@ -51,12 +51,7 @@ class CellSpec:
 
     @property
     def has_tangent_loop(self) -> bool:
-        """Says whether kernels compute tangents (`jax.jvp`) and Hessian-vector products of the cell.
-
-        A Hessian-vector product needs the gradient of every state. The backward kernel returns it in place of the
-        gradient of a separate last gate before its activation, which is not multiplied by recurrent weights, if the
-        local gradient of that gate is replaced by one.
-        """
+        """Says whether kernels compute tangents (`jax.jvp`) and Hessian-vector products of the cell."""
         return self.last_gate_separate
 
     @property

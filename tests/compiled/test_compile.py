@@ -197,12 +197,14 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
 @every_target
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cell", [name for name, spec in CELLS.items() if spec.has_tangent_loop])
-def test_tangents_fit_and_do_not_spill(target, full, whole, cell, kind):
+def test_derivatives_of_passes_fit_and_do_not_spill(target, full, whole, cell, kind):
+    """Tangents, and backward passes that write the gradients of all states."""
     device, problems = TARGETS[target], []
     some = (32, 64, 119, 127, 128, 300) if whole else (64, 127, 128, 300)
     for hidden, batch in itertools.product((24, *some, 100, 448, 1025) if full else some, (16, 2048)):
-        p = make_problem(cell, "fwd", kind, hidden, batch, tangent=True)
-        problems += [(p, tiling.heuristic(p, device))]
+        for further in ({"direction": "fwd", "tangent": True}, {"direction": "bwd", "totals": True}):
+            p = make_problem(cell, kind=kind, hidden=hidden, batch=batch, **further)
+            problems += [(p, tiling.heuristic(p, device))]
     bad = misfits([*problems, *in_pieces(problems, device)], device)
     assert not bad, "\n".join(bad)
 

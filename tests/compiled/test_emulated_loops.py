@@ -52,7 +52,8 @@ class Case(NamedTuple):
       workers: number of workers that the device has room for, or 0 for as many as there are tiles.
       in_place: whether residuals overwrite the input projections.
       cells: the cells that the case is for, or none for those that have the loop.
-      directions: the directions that have the tiling; "tangent" is that of a forward launch.
+      directions: the directions that have the tiling; "tangent" is that of a forward launch, and "totals" is a backward
+        launch that also writes the gradients of all states.
       seed: of the order in which warps and programs run, or None for lockstep.
     """
 
@@ -69,7 +70,7 @@ class Case(NamedTuple):
     workers: int = 0
     in_place: bool = False
     cells: tuple[str, ...] = ()
-    directions: tuple[Direction | Literal["tangent"], ...] = ("fwd", "bwd")
+    directions: tuple[Direction | Literal["tangent", "totals"], ...] = ("fwd", "bwd")
     seed: int | None = None
 
     def __str__(self) -> str:
@@ -134,15 +135,26 @@ CASES = (
             Case("streamed", "tf32", 96, 19, 3, shared=True, reverse="bidirectional", workers=1),
         )
     ),
+    *(
+        case._replace(cells=("gru", "lstm", "simple_tanh"), directions=("totals",))
+        for case in (
+            Case("resident", "tf32", 64, 11, 3, block_b=8, reset_state="stepped"),
+            Case("resident", "bf16", 37, 5, 4, block_b=2, reverse="bidirectional", groups=2),
+            Case("fma", "tf32x3", 40, 3, 5, reset_state="fixed", reverse=True, groups=2),
+            Case("split_registers", "tf32", 192, 11, 3, shared=True, reset_state="stepped", workers=1),
+            Case("streamed", "tf32x3", 32, 5, 4, reverse=True),
+            Case("streamed", "tf32", 96, 19, 3, shared=True, reset_state="stepped", reverse="bidirectional", workers=1),
+        )
+    ),
 )
 
 
 def problem_of(case: Case, cell: str, direction: Direction) -> Problem:
     """Returns the problem of a case for a cell and a direction."""
-    tangent = direction == "tangent"
     p = make_problem(
-        cell, "fwd" if tangent else direction, case.kind, case.hidden, case.batch, steps=case.steps,
-        reset_state=case.reset_state, in_place=case.in_place, tangent=tangent,
+        cell, {"tangent": "fwd", "totals": "bwd"}.get(direction, direction), case.kind, case.hidden, case.batch,
+        steps=case.steps, reset_state=case.reset_state, in_place=case.in_place, tangent=direction == "tangent",
+        totals=direction == "totals",
     )  # fmt: skip
     models = 2 if case.reverse == "bidirectional" else 1
     return dataclasses.replace(p, models=models, groups=case.groups * models, reverse=case.reverse)

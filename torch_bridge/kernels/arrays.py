@@ -58,6 +58,8 @@ class Backward(NamedTuple):
     dc0_ptr: Any  # [G, B, H] out, float32, or None if there is one state
     dreset_h_ptr: Any  # [G, T, B, H] out, float32: gradient of each step's reset state, or None
     dreset_c_ptr: Any  # like dreset_h
+    total_dh_ptr: Any = None  # [G, T, B, H] out, float32: the whole gradient of each step's state, or None
+    total_dc_ptr: Any = None  # like total_dh, without what reaches c through h of the same step
     exchange_ptr: Any = None  # [2, G, B, GATES * H] of the weights' dtype, workspace, or None if SPLITS == 1
     sums_ptr: Any = None  # [2, G, B, SPLITS] float32, workspace, or None without a norm or if SPLITS == 1
     barrier_ptr: Any = None  # [workers] int32 zeros, or None

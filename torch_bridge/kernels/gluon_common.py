@@ -688,6 +688,21 @@ def step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP: g
 
 
 @gluon.jit
+def store_totals(a, at, dh, dstates, dys, mask):
+    """Stores the gradients of a step's states, if there are arrays for them: `dh` and, of c, what does not come from h.
+
+    `dstates` and `dys` are those of `step_gradients`, and `a` are the arrays.
+    """
+    if a.total_dh_ptr is not None:
+        gl.store(a.total_dh_ptr + at, dh, mask=mask)
+    if a.total_dc_ptr is not None:
+        dc = dstates[1]
+        if a.dcs_ptr is not None:
+            dc += dys[1].to(gl.float32)
+        gl.store(a.total_dc_ptr + at, dc, mask=mask)
+
+
+@gluon.jit
 def gradients_before(product, carried, STATES: gl.constexpr):
     """Returns the gradients of the states before a step, a tuple, given the product and what `grad_step` carries."""
     if STATES == 1 and len(carried) > 0:

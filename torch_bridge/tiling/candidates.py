@@ -37,7 +37,11 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     Raises:
       UnsupportedError: see `heuristic`.
     """
-    loops = ("streamed", "resident", "fma") if problem.tangent else CELLS[problem.cell].loops
+    loops = set(CELLS[problem.cell].loops)
+    if problem.tangent:
+        loops &= {"streamed", "resident", "fma"}
+    if "total_dh" in dict(problem.dtypes):
+        loops -= {"split", "rows"}
     few = fma_configs(problem, device) if "fma" in loops else []
     resident = resident_configs(problem, device) if "resident" in loops else []
     split = split_configs(problem, device) if "split" in loops else []

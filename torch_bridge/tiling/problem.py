@@ -86,8 +86,9 @@ class Problem:
 
     @property
     def has_only_common_arrays(self) -> bool:
-        """Whether the problem has no reset state, no cell states of every step, and no gradients of either."""
-        return self.reset_state == "zeros" and not dict(self.dtypes).keys() & {"cs", "dcs", "dreset_h"}
+        """Whether the problem has no reset state, no cell states or gradients of states of every step."""
+        rare = {"cs", "dcs", "dreset_h", "total_dh"}
+        return self.reset_state == "zeros" and not dict(self.dtypes).keys() & rare
 
     @property
     def is_unaligned(self) -> bool:

@@ -40,6 +40,7 @@ from torch_bridge.kernels.gluon_common import (
     scale_of_norm,
     step_gradients,
     store_states,
+    store_totals,
 )
 from torch_bridge.kernels.loops.fma_common import (
     allocate_operands,
@@ -305,6 +306,7 @@ def _backward_step(i, dstates, saved, buffers, w, a, tile, config: gl.constexpr)
         gl.store(dxp + gate * H, grads[gate].to(a.dxp_ptr.dtype.element_ty), mask=live)
     if config.SEPARATE:
         gl.store(a.dhn_ptr + at, grads[GATES].to(a.dhn_ptr.dtype.element_ty), mask=live)
+    store_totals(a, at, dh, dstates, dys, live)
     product = sum_rows(parts, w[0])
     if config.STATES == 1 and len(carried) > 0:
         product = carried[0] + product
@@ -324,6 +326,7 @@ def _backward_step(i, dstates, saved, buffers, w, a, tile, config: gl.constexpr)
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
     dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    total_dh_ptr, total_dc_ptr,
     T, B, Q, pieces,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, SHARED_GATES: gl.constexpr,
@@ -343,6 +346,7 @@ def backward_kernel(
     a = arrays.Backward(
         w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
         dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+        total_dh_ptr, total_dc_ptr,
     )  # fmt: skip
     model, tile = locate(arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, REVERSE)
     unit = tile.unit

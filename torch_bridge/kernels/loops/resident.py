@@ -83,6 +83,7 @@ from torch_bridge.kernels.gluon_common import (
     states_without_empty_columns,
     store_residuals,
     store_states,
+    store_totals,
     to_operand,
     unit_of_row,
     units_layout,
@@ -601,6 +602,7 @@ def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constex
     rows = tile.row + step_time(tile.steps - 1 - i, tile.T, config.REVERSE) * tile.stride
     at = rows[None, :] * H + tile.unit[:, None]
     dxp = a.dxp_ptr + rows[None, :] * (GATES * H) + tile.unit[:, None]
+    store_totals(a, at, dh, dstates, this_dys, live)
     multiplied = operands_of(grads, GATES)
     for gate in gl.static_range(GATES):
         _store_operand(memory.operands[gate], multiplied[gate], scale, SCALED)
@@ -672,6 +674,7 @@ def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constex
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
     dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    total_dh_ptr, total_dc_ptr,
     T, B, Q, tiles, pieces,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     PACKED: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
@@ -692,6 +695,7 @@ def backward_kernel(
     a = arrays.Backward(
         w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
         dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+        total_dh_ptr, total_dc_ptr,
     )  # fmt: skip
     model = (gl.program_id(0) // tiles).to(gl.int64)
     nth = gl.program_id(0) % tiles

@@ -63,6 +63,7 @@ from torch_bridge.kernels.gluon_common import (
     step_gradients,
     store_residuals,
     store_states,
+    store_totals,
     to_operand,
     unpack_residuals,
 )
@@ -574,8 +575,8 @@ def _load_scale(scale_ptr, rows, mask_q):
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "pieces"], repr=names.of_loop("split_registers", "bwd"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
-    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
-    sums_ptr,
+    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, total_dh_ptr,
+    total_dc_ptr, exchange_ptr, sums_ptr,
     T, B, Q, tiles, items, pieces,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr, H: gl.constexpr,
     BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
@@ -598,6 +599,7 @@ def backward_kernel(
     a = arrays.Backward(
         w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
         dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+        total_dh_ptr, total_dc_ptr,
     )  # fmt: skip
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
@@ -636,6 +638,7 @@ def backward_kernel(
                 else:
                     grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
                 this_reset = reset
+                this_dys = dys
                 this_scale = norm_scale
                 next_rows = backward_rows(tile, i + 1, REVERSE)
                 saved, reset, dys = load_saved(a, tile, next_rows, H, COUNT, PACKED)
@@ -663,6 +666,7 @@ def backward_kernel(
                     gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=live)
                 if SEPARATE:
                     gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
+                store_totals(a, at, dh, dstates, this_dys, live)
                 if NORM_WIDTH > 0:
                     norm_state = gl.load(norm_state_ptr + at, mask=live, other=0.0)
                 product = _receive_parts(exchange_ptr, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)

@@ -508,6 +508,10 @@ def _backward_tile(
             if SPLITS > 1:
                 gradients, local_grads, factors = _load_step(a, rows, tile, H, COUNT, config.PACKED, STATES)
             dh = dstates[0] + gradients[0]
+            if a.total_dh_ptr is not None:
+                store_tile(a.total_dh_ptr, rows, unit, H, mask, dh)
+            if a.total_dc_ptr is not None:
+                store_tile(a.total_dc_ptr, rows, unit, H, mask, dstates[1] + gradients[1])
             if NORM_WIDTH > 0:
                 dnorm = tl.sum(tl.where(mask, dh * local_grads[GATES], 0.0), axis=0)
                 if SPLITS > 1:
@@ -587,8 +591,8 @@ def _backward_tile(
 )
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
-    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
-    sums_ptr, barrier_ptr,
+    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, total_dh_ptr,
+    total_dc_ptr, exchange_ptr, sums_ptr, barrier_ptr,
     T, B, Q, tiles, items, t_begin, t_end,
     GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
@@ -608,7 +612,7 @@ def backward_kernel(
     a = arrays.Backward(
         w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
         dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
-        exchange_ptr, sums_ptr, barrier_ptr,
+        total_dh_ptr, total_dc_ptr, exchange_ptr, sums_ptr, barrier_ptr,
     )  # fmt: skip
     if SPLITS == 1:
         _backward_tile(a, T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, config)
