@@ -92,8 +92,8 @@ def _run_forward(static: NormSpec, save: bool, arguments: _Canonical) -> tuple[t
 
 
 def _run_backward(
-    static: NormSpec, arguments: _Canonical, saved: dict[str, Array], cotangents: tuple[Array, Array]
-) -> tuple[Array | None, ...]:
+    static: NormSpec, save: bool, arguments: _Canonical, saved: dict[str, Array], cotangents: tuple[Array, Array]
+) -> tuple[tuple[Array | None, ...], list[Array]]:
     _, residual, weight, bias = arguments
     dy, dtotal = cotangents
     outputs = [_bridge.Output("dx", saved["total"].dtype)]
@@ -103,7 +103,7 @@ def _run_backward(
     arrays |= {name: x for name, x in saved.items() if name != "total"}
     results = _launch(static, "bwd", arrays, outputs)
     dx = results["dx"]
-    return dx, dx if has_residual else None, results.get("dweight"), results.get("dbias")
+    return (dx, dx if has_residual else None, results.get("dweight"), results.get("dbias")), []
 
 
 def _launch(

@@ -33,6 +33,7 @@ from jaxrnn._bridge.native import register as register_native_launch
 from jaxrnn._bridge.norm import launch_norm
 from jaxrnn._bridge.projection import launch_projection, may_launch_projection
 from jaxrnn._bridge.recurrence import launch, may_have_float32_residuals
+from jaxrnn._bridge.scan_launch import unpack_words
 from jaxrnn._bridge.weight_grads import (
     is_features_first_profitable,
     is_weight_grads_launch_profitable,
@@ -60,6 +61,7 @@ __all__ = [
     "profile",
     "register_native_launch",
     "symbolic_size",
+    "unpack_words",
     "unsupported",
     "unsupported_norm",
     "unusable",

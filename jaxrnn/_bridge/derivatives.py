@@ -43,22 +43,24 @@ class Differentiable:
       name: what it computes, such as "gru" or "rms_norm".
       static: its static options, which the three functions below take first.
       forward: maps (static, whether to save residuals, arguments) to (results, residuals), by kernels.
-      backward: maps (static, arguments, residuals, cotangents) to the gradients of the arguments, by kernels; it has
-        None for an argument without a gradient.
+      backward: maps (static, whether to save what `hessian` reads, arguments, residuals, cotangents) to (gradients of
+        the arguments, list of the arrays to save), by kernels; it has None for an argument without a gradient.
       reference: maps (static, arguments) to the results, by operations that XLA differentiates.
       tangent: maps (static, indices of leaves of the arguments, arguments, residuals, tangents of these leaves) to the
         tangents of the results, by kernels; None if XLA computes them.
-      hessian: maps (static, inputs, outputs, arguments, residuals, cotangents, tangents) to what `_Hessian` defines, by
-        kernels; None if XLA computes it.
+      hessian: maps (static, inputs, outputs, arguments, residuals, cotangents, what `backward` saved, tangents) to what
+        `_Hessian` defines, by kernels; None if XLA computes it.
+      saved: how many arrays `backward` saves for `hessian`.
     """
 
     name: str
     static: Hashable
     forward: Callable[[Any, bool, Any], tuple[Any, Any]]
-    backward: Callable[[Any, Any, Any, Any], Any]
+    backward: Callable[[Any, bool, Any, Any, Any], tuple[Any, list[Any]]]
     reference: Callable[[Any, Any], Any]
     tangent: Callable[..., Any] | None = None
     hessian: Callable[..., list[Any]] | None = None
+    saved: int = 0
 
     def __call__(self, arguments: Any) -> Any:
         return _apply(self, arguments)
@@ -158,6 +160,7 @@ class _LinearMap:
       moving: which leaves of the arguments have tangents and, of the transpose, gradients.
       vmaps: each `jax.vmap` around it, the innermost first.
       returned: which of the operands are residuals that are also results, and have their tangents.
+      save: whether the transpose also returns, after the gradients, what `Differentiable.hessian` reads of it.
     """
 
     function: Differentiable
@@ -167,6 +170,7 @@ class _LinearMap:
     moving: tuple[int, ...]
     vmaps: tuple[_Vmap, ...]
     returned: tuple[int, ...] = ()
+    save: bool = False
 
     @property
     def fixed(self) -> int:
@@ -188,7 +192,7 @@ class _LinearMap:
 
     def pull(self, *operands: Array) -> list[Array]:
         """Computes the transpose by the backward kernels."""
-        return self._under_vmaps(self._run_backward, transposed=True)(*operands)
+        return self._under_vmaps(self._run_backward, True, self.function.saved if self.save else 0)(*operands)
 
     def is_residual(self, i: int) -> bool:
         """Returns whether operand i is a residual: these follow the leaves of the arguments."""
@@ -198,15 +202,18 @@ class _LinearMap:
         """Returns the derivative of the transpose by the operands `moving`."""
         vmaps = []
         for vmap in self.vmaps:
-            axes = *vmap.fixed, *vmap.results
+            axes = *vmap.fixed, *vmap.results, *(0,) * self.function.saved
             vmaps.append(vmap._replace(fixed=axes, tangents=tuple(axes[i] for i in moving), results=vmap.tangents))
         return _Hessian(
             self.function, self.arguments, self.residuals, self.results, moving, tuple(vmaps), outputs=self.moving
         )  # fmt: skip
 
-    def _under_vmaps(self, run: Callable[..., list[Array]], transposed: bool = False) -> Callable[..., list[Array]]:
+    def _under_vmaps(
+        self, run: Callable[..., list[Array]], transposed: bool = False, saved: int = 0
+    ) -> Callable[..., list[Array]]:
         for vmap in self.vmaps:
             inputs, outputs = (vmap.results, vmap.tangents) if transposed else (vmap.tangents, vmap.results)
+            outputs = *outputs, *(0,) * saved
             run = _sum_unmapped(vmap(run, (*vmap.fixed, *inputs), [axis or 0 for axis in outputs]), outputs)
         return run
 
@@ -225,9 +232,9 @@ class _LinearMap:
 
     def _run_backward(self, *operands: Array) -> list[Array]:
         cotangents = jax.tree.unflatten(self.results, operands[self.fixed :])
-        gradients = self.function.backward(self.function.static, *self._trees(operands), cotangents)
+        gradients, saved = self.function.backward(self.function.static, self.save, *self._trees(operands), cotangents)
         leaves = self.arguments.flatten_up_to(gradients)
-        return [leaves[i] for i in self.moving]
+        return [*(leaves[i] for i in self.moving), *saved]
 
     def _push_reference(self, *operands: Array) -> list[Array]:
         return list(jax.jvp(*self._reference_at(operands), list(operands[self.fixed :]))[1])
@@ -251,17 +258,25 @@ class _LinearMap:
 class _Hessian(_LinearMap):
     """Holds the static parameters of `hessian_p`: a part of the second derivative of <cotangents, results>.
 
-    The operands are the leaves of arguments, residuals and cotangents, followed by tangents of those at the indices
-    `moving`. The results are the tangents of the gradients by the operands at `outputs`. The second derivative is
-    symmetric, so that the transpose exchanges the two. Tangents of residuals follow from those of arguments. They may
-    be given so that they need not be computed again.
+    The operands are the leaves of arguments, residuals and cotangents, and what the backward pass saved, followed by
+    tangents of those at the indices `moving`. The results are the tangents of the gradients by the operands at
+    `outputs`. The second derivative is symmetric, so that the transpose exchanges the two. Tangents of residuals follow
+    from those of arguments. They may be given so that they need not be computed again.
     """
 
     outputs: tuple[int, ...] = ()
 
     @property
-    def fixed(self) -> int:
+    def _end(self) -> int:
+        """The number of leaves of arguments, residuals and cotangents."""
         return super().fixed + int(self.results.num_leaves)
+
+    @property
+    def fixed(self) -> int:
+        return self._end + self.function.saved
+
+    def is_residual(self, i: int) -> bool:
+        return super().is_residual(i) or self._end <= i < self.fixed
 
     @property
     def by_kernels(self) -> bool:
@@ -278,10 +293,11 @@ class _Hessian(_LinearMap):
 
     def _run_tangent(self, *operands: Array) -> list[Array]:
         assert self.function.hessian is not None
-        cotangents = jax.tree.unflatten(self.results, operands[super().fixed : self.fixed])
+        cotangents = jax.tree.unflatten(self.results, operands[super().fixed : self._end])
         return self.function.hessian(
-            self.function.static, self.moving, self.outputs, *self._trees(operands), cotangents, operands[self.fixed :]
-        )
+            self.function.static, self.moving, self.outputs, *self._trees(operands), cotangents,
+            operands[self._end : self.fixed], operands[self.fixed :],
+        )  # fmt: skip
 
     def _reference_at(self, operands: Sequence[Array]) -> tuple[Callable[..., list[Array]], list[Array]]:
         """Returns the gradients as a function of the leaves that have tangents, and these leaves."""
@@ -297,7 +313,7 @@ class _Hessian(_LinearMap):
                 return jax.tree.leaves(self.function.reference(self.function.static, arguments))
 
             values, pull = jax.vjp(results, *(leaves[i] for i in among))
-            gradients = dict(zip(among, pull(leaves[cotangents:]), strict=True))
+            gradients = dict(zip(among, pull(leaves[cotangents : self._end]), strict=True))
             return [gradients[i] if i < split else values[i - cotangents] for i in self.outputs]
 
         return run, [operands[i] for i in free]
@@ -362,7 +378,7 @@ def _bind_function(call: _Call, leaves: Sequence[Array]) -> tuple[list[Array], A
 
 def _bind_gradient(linear: _LinearMap, operands: Sequence[Array]) -> list[Array]:
     traced, _ = trace_ahead(lambda *operands: linear.pull(*operands), *operands)
-    return gradient_p.bind(*operands, linear=linear, **_launches(traced, range(len(linear.moving))))
+    return gradient_p.bind(*operands, linear=linear, **_launches(traced, range(len(traced.jaxpr.outvars))))
 
 
 def _run_returned(call: _Call, *leaves: Array) -> list[Array]:
@@ -412,23 +428,27 @@ def _differentiate_linear(
 ) -> tuple[list[Array], list[Any]]:
     """Differentiates a linear map: by its linear operands it is the map itself.
 
-    By the arguments, the derivative of a gradient is `hessian_p`, if there are kernels for it. XLA computes all others.
+    By the arguments, the derivative of a gradient is `hessian_p`, if there are kernels for it. The gradient then saves
+    what that reads, which has no tangents. XLA computes all other derivatives.
     """
     linear: _LinearMap = params["linear"]
-    results = primitive.bind(*primals, **params)
     # residuals follow from the arguments, so that their tangents say nothing
     given = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
     moving = [i for i in given if not linear.is_residual(i)]
+    if primitive is gradient_p and linear.function.hessian is not None and moving and moving[0] < linear.fixed:
+        moving = [i for i in given if i in moving or i in linear.returned]
+        results = _bind_gradient(dataclasses.replace(linear, save=True), primals)
+        gradients, saved = results[: len(linear.moving)], results[len(linear.moving) :]
+        types = tuple(jax.typeof(x).to_tangent_aval() for x in gradients)
+        moved = (tangents[i] for i in moving)
+        along = hessian_p.bind(*primals, *saved, *moved, linear=linear.hessian(tuple(moving)), types=types)
+        return (results, [*along, *map(_zero, saved)]) if linear.save else (gradients, along)
+    results = primitive.bind(*primals, **params)
     if not moving:
         return results, [*map(_zero, results)]
     if moving[0] >= linear.fixed:
         along = map(ad.instantiate_zeros, tangents[linear.fixed :])
         return results, primitive.bind(*primals[: linear.fixed], *along, **params)
-    if primitive is gradient_p and linear.function.hessian is not None:
-        moving = [i for i in given if i in moving or i in linear.returned]
-        types = tuple(jax.typeof(x).to_tangent_aval() for x in results)
-        moved = (tangents[i] for i in moving)
-        return results, hessian_p.bind(*primals, *moved, linear=linear.hessian(tuple(moving)), types=types)
 
     def run(*operands: Array) -> list[Array]:
         return linear.in_xla(primitive is gradient_p, *_replaced(primals, moving, operands))
@@ -441,6 +461,8 @@ def _transpose(
     primitive: Primitive, cotangents: Sequence[Any], *operands: Any, linear: _LinearMap, **_: Any
 ) -> list[Any]:
     fixed, inputs = operands[: linear.fixed], operands[linear.fixed :]
+    if primitive is gradient_p:  # nothing depends linearly on what it saves
+        linear, cotangents = dataclasses.replace(linear, save=False), cotangents[: len(linear.moving)]
     operands = *fixed, *map(ad.instantiate_zeros, cotangents)
     results: Sequence[Array | None]
     types = tuple(x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in inputs)

@@ -224,6 +224,7 @@ def _backward(
         if cell.norm:
             grads = tuple(x * saved["scale"] for x in grads)
         results = {"dxp": jnp.concatenate(grads[: cell.gates], -1).astype(dtypes["dxp"])}
+        results |= {f"total_d{s}": d for s, d in zip(cell.states, dstates, strict=True) if f"total_d{s}" in dtypes}
         results |= {
             name: x.astype(dtypes[name]) for name, x in zip(cell.hidden_grads, grads[cell.gates :], strict=True)
         }
@@ -259,28 +260,27 @@ def _tangent(
     cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, norm_width: int,
     weights: dict[str, Array], arrays: dict[str, Array], in_reverse: bool | Array,
 ) -> dict[str, Array]:  # fmt: skip
-    """Computes the outputs of the tangent of the forward launch of one model, whose episodes start from zeros.
-
-    The step is the transpose of that of `_backward`.
-    """
+    """Computes the outputs of the tangent of the forward launch of one model, whose episodes start from zeros."""
     steps = _Steps(arrays["xp"], in_reverse)
     w = weights["w_hh_t"].T
 
-    def step(state: Array, inputs: Any) -> tuple[Array, dict[str, Array]]:
+    def step(states: tuple[Array, ...], inputs: Any) -> tuple[tuple[Array, ...], dict[str, Array]]:
         x, saved, reset = inputs
         if reset is not None:
-            state = jnp.where(reset[:, None], 0.0, state)
-        local_grads = base.separate(cell, saved["local_grads"].astype(jnp.float32))
-        products = jnp.split(_product(state, w, precision), cell.gates, axis=-1)
-        pairs = zip(base.hidden_gradients(cell, local_grads), products, strict=True)
-        state = functools.reduce(jnp.add, (y * p for y, p in pairs), x + saved["carry_gate"] * state)
-        return state, {"hs": state.astype(dtypes["hs"])}
+            states = tuple(jnp.where(reset[:, None], 0.0, h) for h in states)
+        saved = {name: y.astype(jnp.float32) for name, y in saved.items()}
+        products = jnp.split(_product(states[0], w, precision), cell.gates, axis=-1)
+        x_last = jnp.zeros_like(products[-1]) if cell.last_gate_separate else None
+        after = base.tangents_of(cell, saved, products, x_last, states)
+        states = tuple(map(jnp.add, jnp.split(x, len(cell.states), axis=-1), after))
+        return states, {f"{s}s": h.astype(dtypes[f"{s}s"]) for s, h in zip(cell.states, states, strict=True)}
 
     saved = {name: steps.steps_first(arrays[name]) for name, _ in cell.residuals}
     resets = steps.steps_first(is_reset(arrays["reset"])) if "reset" in arrays else None
-    first = steps.merge_groups(arrays["h0"])
+    first = tuple(steps.merge_groups(arrays[f"{s}0"]) for s in cell.states)
     last, results = steps.scan(step, first, (steps.steps_first(arrays["xp"]), saved, resets))
-    return {"hs": steps.groups_first(results["hs"]), "h_last": steps.split_groups(last)}
+    joined = {name: steps.groups_first(x) for name, x in results.items()}
+    return joined | {f"{s}_last": steps.split_groups(h) for s, h in zip(cell.states, last, strict=True)}
 
 
 def pack_words(local_grads: Array, carry_gate: Array) -> Array:

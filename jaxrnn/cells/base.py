@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrnn.numerics import broadcast_to_rank, matmul
 from torch_bridge.cells import CellSpec
 
 if TYPE_CHECKING:
-    import jax
     from jax import Array
 
     States = tuple[Array, ...]
@@ -153,6 +153,23 @@ def gradients_of(
         dstates = (dstates[0], dstates[1] + dstates[0] * residuals["dc_dh"])
     grads, carried = cell.grad_step(dstates, separate(cell, residuals["local_grads"]), factors)
     return grads, (None,) * (len(cell.states) - len(carried)) + carried
+
+
+def tangents_of(
+    cell: Cell, residuals: dict[str, Array], gates: Sequence[Array], x_last: Array | None, before: States
+) -> States:
+    """Returns the tangents of the states after a step, of a cell without a norm: the transpose of `gradients_of`.
+
+    Args:
+      cell: the cell.
+      residuals: the residuals of the step by name, in float32.
+      gates, x_last: the tangents of what `Cell.step` takes, as `add_gates` returns it.
+      before: the tangents of the states before the step, without what they change by the gates.
+    """
+    changes = tuple(gates) if x_last is None else (*gates[:-1], x_last, gates[-1])
+    (_, carried), transpose = jax.vjp(lambda *after: gradients_of(cell, residuals, after), *before)
+    passed_on = tuple(None if d is None else x for d, x in zip(carried, before, strict=True))
+    return transpose((changes, passed_on))
 
 
 def hidden_gradients(cell: Cell, grads: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -34,6 +34,47 @@ def launch_pass(
     )  # fmt: skip
 
 
+def launch_forward(
+    spec: KernelSpec, chunk: Call, weights: dict[str, Array], states: Sequence[Array],
+    first_steps: list[tuple[int, Any]], outputs: Sequence[_bridge.Output],
+) -> dict[str, Array]:  # fmt: skip
+    """Launches the forward kernel on what `forward_weights` returns and a chunk that starts from `states`."""
+    cell = spec.cell
+    arrays = forward_inputs(spec, chunk, first_steps) | weights
+    arrays |= {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
+    arrays |= {f"reset_{s}": x for s, x in zip(cell.states, chunk.reset_states or (), strict=False)}
+    return launch_pass(spec, "fwd", chunk, arrays, outputs)
+
+
+def launch_backward(
+    spec: KernelSpec, chunk: Call, residual_outputs: Sequence[_bridge.Output], residuals: dict[str, Array],
+    d_last: tuple[Array, ...], d_sequences: dict[str, Array], *, totals: bool = False,
+) -> dict[str, Array]:  # fmt: skip
+    """Launches the backward kernel; returns by name the gradients of the gates, the states and the reset states.
+
+    With `totals`, also returns those of the states of all steps, such as "total_dh".
+    """
+    cell, hidden, f32 = spec.cell, spec.hidden, jnp.dtype(jnp.float32)
+    arrays: dict[str, Array | None] = {"w_hh": chunk.params.w_hh.astype(spec.operand_dtype)[None]}
+    arrays |= {"reset": chunk.resets} | {output.name: residuals[output.name] for output in residual_outputs}
+    if cell.norm:
+        arrays["scale"] = residuals["scale"]
+    arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
+    arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
+    # where the residuals overwrite `xp`, the gradients of the gates overwrite the residuals
+    overwritten = next((output.name for output in residual_outputs if output.over), None)
+    outputs = [_bridge.Output("dxp", spec.operand_dtype, cell.gates * hidden, over=overwritten)]
+    outputs += [_bridge.Output(name, spec.operand_dtype, hidden) for name in cell.hidden_grads]
+    if cell.norm:
+        outputs.append(_bridge.Output("dnorm", f32, 1))
+    outputs += [_bridge.Output(f"d{s}0", f32, hidden, stepped=False) for s in cell.states]
+    if chunk.reset_states:
+        outputs += [_bridge.Output(f"dreset_{s}", f32, hidden) for s in cell.states]
+    if totals:
+        outputs += [_bridge.Output(f"total_d{s}", f32, hidden) for s in cell.states]
+    return launch_pass(spec, "bwd", chunk, arrays, outputs)
+
+
 def possible_first_steps(spec: KernelSpec, chunk: Call, start: Any, steps: int) -> list[tuple[int, Any]]:
     """Returns where in a chunk the loop may begin, as `(index in the chunk, whether the loop begins there)`.
 

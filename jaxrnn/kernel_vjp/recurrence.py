@@ -20,7 +20,7 @@ from jaxrnn.cells import norm
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import History, history_of
 from jaxrnn.kernel_vjp.in_scan import in_scan
-from jaxrnn.kernel_vjp.launch import forward_inputs, forward_weights, launch_pass, possible_first_steps
+from jaxrnn.kernel_vjp.launch import forward_weights, launch_backward, launch_forward, possible_first_steps
 from jaxrnn.kernel_vjp.recompute import can_compute_from_states, recomputed_residuals, residuals_from_states
 from jaxrnn.kernel_vjp.spec import KernelSpec, has_residuals_in_place, residual_outputs
 from jaxrnn.kernel_vjp.tangents import has_tangents, run_hessian, run_tangent
@@ -43,7 +43,7 @@ def recurrence(spec: KernelSpec, call: Call) -> tuple[tuple[Array, ...], dict[st
         `first` for the product of its initial hidden state and the recurrent weights. `in_reverse` is given if
         `spec.reverse` is "bidirectional".
     """
-    further = (run_tangent, run_hessian) if has_tangents(spec, call) else ()
+    further = (run_tangent, run_hessian, len(spec.cell.states)) if has_tangents(spec, call) else ()
     run = _bridge.Differentiable(spec.cell.name, spec, _run_forward, _run_backward, in_scan, *further)
     return run(call._replace(resets=jax.lax.stop_gradient(call.resets)))
 
@@ -55,8 +55,11 @@ def _run_forward(spec: KernelSpec, save: bool, call: Call) -> tuple[Any, dict[st
     return (last, sequences), {name: results[name] for name in needed if save and name in results}
 
 
-def _run_backward(spec: KernelSpec, call: Call, saved: dict[str, Array], cotangents: Any) -> Call:
-    return sharding.shard_over_vmapped_axes(functools.partial(_backward, spec), call, saved, cotangents)
+def _run_backward(
+    spec: KernelSpec, save: bool, call: Call, saved: dict[str, Array], cotangents: Any
+) -> tuple[Call, list[Array]]:  # fmt: skip
+    """Also returns, with `save`, the gradients of the states of all steps, without `remat`."""
+    return sharding.shard_over_vmapped_axes(functools.partial(_backward, spec, save), call, saved, cotangents)
 
 
 def _forward(
@@ -93,19 +96,19 @@ def _forward_chunk(
     states: tuple[Array, ...], sequences: Any, start: Any,
 ) -> tuple[tuple[Array, ...], None, dict[str, Array]]:  # fmt: skip
     """Runs the chunk of time that begins at step `start`, as `in_chunks` calls it."""
-    chunk, cell = _chunk_of(call, sequences), spec.cell
-    inputs = forward_inputs(spec, chunk, possible_first_steps(spec, chunk, start, call.xs.shape[1]))
-    arrays: dict[str, Array | None] = weights | inputs | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
-    arrays |= {f"reset_{s}": x for s, x in zip(cell.states, chunk.reset_states or (), strict=False)}
-    results = launch_pass(spec, "fwd", chunk, arrays, outputs)
-    return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
+    chunk = _chunk_of(call, sequences)
+    first_steps = possible_first_steps(spec, chunk, start, call.xs.shape[1])
+    results = launch_forward(spec, chunk, weights, states, first_steps, outputs)
+    return tuple(results.pop(f"{s}_last") for s in spec.cell.states), None, results
 
 
-def _backward(spec: KernelSpec, call: Call, saved: dict[str, Array], cotangents: Any) -> Call:
-    """Returns the gradients of a call's differentiable arrays, for the arrays of `_forward`."""
+def _backward(
+    spec: KernelSpec, save: bool, call: Call, saved: dict[str, Array], cotangents: Any
+) -> tuple[Call, list[Array]]:  # fmt: skip
+    """Computes `_run_backward` for the arrays of `_forward`."""
     d_last, d_sequences = cotangents
     weights = forward_weights(spec, call.params) if spec.remat else {}
-    run_chunk = functools.partial(_backward_chunk, spec, call, weights, saved)
+    run_chunk = functools.partial(_backward_chunk, spec, save, call, weights, saved)
     sequences = _sequences(spec, call), saved, d_sequences
     # a run in both directions has one chunk
     d_first, sums, per_step = in_chunks(
@@ -118,7 +121,7 @@ def _backward(spec: KernelSpec, call: Call, saved: dict[str, Array], cotangents:
         reset_states = tuple(
             by_name[f"reset_{s}"].astype(x.dtype) for s, x in zip(spec.cell.states, call.reset_states, strict=True)
         )
-    return Call(
+    gradients = Call(
         params=type(call.params)(**{name: sums[name].astype(w.dtype) for name, w in weights.items()}),
         states=tuple(d.astype(x.dtype) for d, x in zip(d_first, call.states, strict=True)),
         xs=per_step["xs"],
@@ -126,11 +129,12 @@ def _backward(spec: KernelSpec, call: Call, saved: dict[str, Array], cotangents:
         reset_states=reset_states,
         first=sums.get("first"),
     )
+    return gradients, [per_step[f"total_d{s}"] for s in spec.cell.states if save]
 
 
 def _backward_chunk(
-    spec: KernelSpec, call: Call, weights: dict[str, Array], saved: dict[str, Array], d_last: tuple[Array, ...],
-    sequences: Any, start: Any,
+    spec: KernelSpec, save: bool, call: Call, weights: dict[str, Array], saved: dict[str, Array],
+    d_last: tuple[Array, ...], sequences: Any, start: Any,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
     """Differentiates the chunk of time that begins at step `start`, as `in_chunks` calls it.
 
@@ -157,9 +161,9 @@ def _backward_chunk(
         residuals = residuals_from_states(spec, outputs, history)
     elif spec.remat:
         residuals = recomputed_residuals(spec, chunk, weights, outputs, history, first_steps)
-    results = _launch_backward(spec, chunk, outputs, residuals, d_last, d_sequences)
+    results = launch_backward(spec, chunk, outputs, residuals, d_last, d_sequences, totals=save)
     sums, dx = _parameter_grads(spec, chunk, history, residuals, results, first_steps, launches_weight_grads)
-    per_step = {"xs": dx}
+    per_step = {"xs": dx} | {name: x for name, x in results.items() if name.startswith("total_")}
     for s, value in zip(cell.states, call.reset_states or (), strict=False):
         d = results[f"dreset_{s}"]
         if spec.reset_state == "stepped":
@@ -167,30 +171,6 @@ def _backward_chunk(
         else:  # the kernel writes a gradient for each step, because sums in the kernel would take registers
             sums[f"reset_{s}"] = d.sum(axis=1)
     return tuple(results[f"d{s}0"] for s in cell.states), sums, per_step
-
-
-def _launch_backward(
-    spec: KernelSpec, chunk: Call, residual_outputs: Sequence[_bridge.Output], residuals: dict[str, Array],
-    d_last: tuple[Array, ...], d_sequences: dict[str, Array],
-) -> dict[str, Array]:  # fmt: skip
-    """Launches the backward kernel; returns by name the gradients of the gates, the states and the reset states."""
-    cell, hidden, f32 = spec.cell, spec.hidden, jnp.dtype(jnp.float32)
-    arrays: dict[str, Array | None] = {"w_hh": chunk.params.w_hh.astype(spec.operand_dtype)[None]}
-    arrays |= {"reset": chunk.resets} | {output.name: residuals[output.name] for output in residual_outputs}
-    if cell.norm:
-        arrays["scale"] = residuals["scale"]
-    arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
-    arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
-    # where the residuals overwrite `xp`, the gradients of the gates overwrite the residuals
-    overwritten = next((output.name for output in residual_outputs if output.over), None)
-    outputs = [_bridge.Output("dxp", spec.operand_dtype, cell.gates * hidden, over=overwritten)]
-    outputs += [_bridge.Output(name, spec.operand_dtype, hidden) for name in cell.hidden_grads]
-    if cell.norm:
-        outputs.append(_bridge.Output("dnorm", f32, 1))
-    outputs += [_bridge.Output(f"d{s}0", f32, hidden, stepped=False) for s in cell.states]
-    if chunk.reset_states:
-        outputs += [_bridge.Output(f"dreset_{s}", f32, hidden) for s in cell.states]
-    return launch_pass(spec, "bwd", chunk, arrays, outputs)
 
 
 def _parameter_grads(

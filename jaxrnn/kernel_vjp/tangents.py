@@ -9,12 +9,12 @@ The tangents `dh`, and the gradients `s` of the states, given the gradients `y` 
     ds = M_h^T ds + (M_h^T)' s + dy
 
 Here M_h and M_x are the derivatives of M, and ' is the derivative along (dx, dh). The last line is the derivative of
-the second one: the same loop with other gradients of the results. The gradients of x are M_x^T s.
+the second one: the same loop with other gradients of the results. The gradients of x are M_x^T s, and their
+derivatives are M_x^T ds + (M_x^T)' s.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,11 +22,9 @@ import jax.numpy as jnp
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.cells import base
-from jaxrnn.cells.run_step import run_step
 from jaxrnn.kernel_vjp.history import states_before
-from jaxrnn.kernel_vjp.launch import launch_pass, possible_first_steps, projection_in_xla
-from jaxrnn.kernel_vjp.spec import residual_outputs
-from jaxrnn.numerics import cast_clamped, matmul
+from jaxrnn.kernel_vjp.launch import launch_backward, launch_pass, possible_first_steps, projection_in_xla
+from jaxrnn.numerics import matmul
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,12 +32,13 @@ if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.call import Call
+    from jaxrnn.cells.base import States
     from jaxrnn.kernel_vjp.spec import KernelSpec
 
 
 def has_tangents(spec: KernelSpec, call: Call) -> bool:
     """Returns whether kernels compute tangents. Saved states in 16 bits are rounded too much to repeat the steps."""
-    return spec.cell.has_tangent_loop and not spec.remat and call.states[0].dtype == jnp.float32
+    return spec.cell.has_tangent_loop and not spec.remat and all(x.dtype == jnp.float32 for x in call.states)
 
 
 def run_tangent(
@@ -47,118 +46,124 @@ def run_tangent(
 ) -> Any:
     """Returns the tangents of the results of `recurrence`, given those of the leaves of `call` at `inputs`."""
 
-    def run(call: Call, hs: Array, tangents: Sequence[Array]) -> Any:
-        steps = _Steps(spec, call, hs, inputs)
-        return steps.results(steps.tangent(tangents))
+    def run(call: Call, saved: dict[str, Array], tangents: Sequence[Array]) -> Any:
+        steps = _Steps(spec, call, saved, inputs)
+        return steps.results(*steps.tangent(tangents))
 
-    return sharding.shard_over_vmapped_axes(run, call, saved["hs"], tangents)
+    return sharding.shard_over_vmapped_axes(run, call, saved, tangents)
 
 
 def run_hessian(
     spec: KernelSpec, inputs: tuple[int, ...], outputs: tuple[int, ...], call: Call, saved: dict[str, Array],
-    cotangents: Any, tangents: Sequence[Array],
+    cotangents: Any, totals: Sequence[Array], tangents: Sequence[Array],
 ) -> list[Array]:  # fmt: skip
     """Returns tangents of the gradients of <cotangents, results>.
 
     `inputs` and `outputs` are indices of leaves of `(call, saved, cotangents)`. The function differentiates along
-    `tangents` of the leaves at `inputs`, and returns the tangents of the gradients of those at `outputs`. If the
-    tangents of the states, which are saved, are among `tangents`, they are not computed.
+    `tangents` of the leaves at `inputs`, and returns the tangents of the gradients of those at `outputs`. `totals` are
+    the gradients `s` of the states. If the tangents of the states, which are saved, are among `tangents`, they are not
+    computed.
     """
     count = len(jax.tree.leaves(call))
     of_states, first_cotangent = count + sorted(saved).index("hs"), count + len(saved)
 
-    def run(call: Call, hs: Array, cotangents: Any, tangents: Sequence[Array]) -> list[Array]:
+    def run(
+        call: Call, saved: dict[str, Array], cotangents: Any, s: Sequence[Array], tangents: Sequence[Array]
+    ) -> list[Array]:
         along = dict(zip(inputs, tangents, strict=True))
         leaves, structure = jax.tree.flatten(cotangents)
         changes = [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(leaves, first_cotangent)]
+        d_last, d_sequences = jax.tree.unflatten(structure, changes)
         moving = tuple(sorted({i for i in (*inputs, *outputs) if i < count}))
-        steps = _Steps(spec, call, hs, moving)
+        steps = _Steps(spec, call, saved, moving)
         dx = [along.get(i, jnp.zeros_like(x)) for i, x in zip(moving, steps.values, strict=True)]
         by_index = {}
-        if of_states in along:
-            dh = along[of_states]
+        if of_states in along and len(steps.states) == 1:
+            d_states: States = (along[of_states],)
         else:
-            last, dh = steps.tangent(dx)
-            by_index = dict(enumerate(jax.tree.leaves(steps.results((last, dh))), first_cotangent))
-        s = steps.adjoint(cotangents)
-        change, *further = jax.jvp(functools.partial(steps.pull, s), (hs, *steps.values), (dh, *dx))[1]
-        d_last, sequences = jax.tree.unflatten(structure, changes)
-        ds = steps.adjoint((d_last, sequences | {"h": sequences["h"] + change.astype(sequences["h"].dtype)}))
-        gradients = map(jnp.add, steps.pull(ds, hs, *steps.values)[1:], further)
+            last, d_states = steps.tangent(dx)
+            by_index = dict(enumerate(jax.tree.leaves(steps.results(last, d_states)), first_cotangent))
+        at, d_at = (steps.states, *steps.values), (d_states, *dx)
+        of_states_before = jax.jvp(lambda *x: steps.pull(s, *x)[0], at, d_at)[1]
+        ds = steps.adjoint(d_last, d_sequences, of_states_before)
+        # M_x^T ds is the derivative of M_x^T s along ds, so that one product has both
+        gradients = jax.jvp(lambda s, *x: steps.pull(s, *x)[1:], (tuple(s), *at), (ds, *d_at))[1]
         by_index |= zip(moving, gradients, strict=True)
         return [by_index[i] for i in outputs]
 
-    return sharding.shard_over_vmapped_axes(run, call, saved["hs"], cotangents, tangents)
+    return sharding.shard_over_vmapped_axes(run, call, saved, cotangents, totals, tangents)
 
 
 class _Steps:
     """M of a call, around its fixed point: see the top of this file.
 
     Attributes:
+      states: those of all steps.
       values: the leaves of the call that M is a function of; the others are constants.
     """
 
-    def __init__(self, spec: KernelSpec, call: Call, hs: Array, moving: tuple[int, ...]):
-        """Takes the states of all steps, `hs`, and the indices of `values` among the leaves of the call."""
-        self.spec, self.call, self._hs, self._moving = spec, call, hs, moving
+    def __init__(self, spec: KernelSpec, call: Call, saved: dict[str, Array], moving: tuple[int, ...]):
+        """Takes what the forward pass saved, and the indices of `values` among the leaves of the call."""
+        self.spec, self.call, self._moving = spec, call, moving
         self._leaves, self._structure = jax.tree.flatten(call)
         self.values = [self._leaves[i] for i in moving]
-        residuals = self._run(hs, *self.values)[1]
-        # without those of `xp` that are words: they would have to be packed
-        saved = residual_outputs(spec, call.xs, in_place=False)
-        self._residuals = {x.name: cast_clamped(residuals[x.name], x.dtype) for x in saved}
+        self._residuals = {name: x for name, x in saved.items() if name != "hs"}
+        self.states: States = (saved["hs"],)
 
-    def _run(self, hs: Array, *values: Array) -> tuple[Array, dict[str, Array]]:
-        """Returns M, and the residuals of all steps."""
+    def _gates(self, states: States, *values: Array) -> tuple[list[Array], Array | None, States]:
+        """Returns what the cell's step takes, for all steps: gates, `x_last`, and the states before each step."""
         leaves = list(self._leaves)
         for i, x in zip(self._moving, values, strict=True):
             leaves[i] = x
         spec, call = self.spec, jax.tree.unflatten(self._structure, leaves)
-        reset_state = call.reset_states[0] if call.reset_states else None
-        before = states_before(spec, call, hs, call.states[0], reset_state)
+        reset_states = call.reset_states or (None,) * len(states)
+        before = tuple(
+            states_before(spec, call, *each) for each in zip(states, call.states, reset_states, strict=True)
+        )  # fmt: skip
         xp = projection_in_xla(spec, call, possible_first_steps(spec, call, 0, call.xs.shape[1]))
-        hp = matmul(before.astype(spec.operand_dtype), call.params.w_hh, spec.precision, jnp.float32)
-        (after,), residuals = run_step(spec.cell, xp, hp, {"b_hn": call.params.b_hn}, (before,), {}, 0)
-        return after, residuals
+        hp = matmul(before[0].astype(spec.operand_dtype), call.params.w_hh, spec.precision, jnp.float32)
+        gates, x_last = base.add_gates(spec.cell, xp, hp, getattr(call.params, "b_hn", None))
+        return gates, x_last, before
 
-    def pull(self, s: Array, hs: Array, *values: Array) -> tuple[Array, ...]:
+    def _run(self, states: States, *values: Array) -> States:
+        """Returns M."""
+        return self.spec.cell.step(*self._gates(states, *values))[0]
+
+    def pull(self, s: Sequence[Array], states: States, *values: Array) -> tuple[Any, ...]:
         """Returns M_h^T s, and M_x^T s for each of `values`."""
-        return jax.vjp(lambda *x: self._run(*x)[0], hs, *values)[1](s)
+        return jax.vjp(self._run, states, *values)[1](tuple(s))
 
-    def tangent(self, tangents: Sequence[Array]) -> tuple[Array, Array]:
-        """Returns the tangents of the last state and of those of all steps, given those of `values`."""
-        spec, call = self.spec, self.call
-        added = jax.jvp(lambda *x: self._run(self._hs, *x)[0], self.values, list(tangents))[1]
+    def tangent(self, tangents: Sequence[Array]) -> tuple[States, States]:
+        """Returns the tangents of the last states and of those of all steps, given those of `values`."""
+        spec, call, cell, f32 = self.spec, self.call, self.spec.cell, jnp.dtype(jnp.float32)
+        residuals = self._residuals
+        if cell.has_packed_residuals(residuals):
+            residuals = dict(
+                zip(("local_grads", "carry_gate"), _bridge.unpack_words(residuals["local_grads"]), strict=True)
+            )
+        changes = jax.jvp(lambda *x: self._gates(self.states, *x), self.values, list(tangents))[1]
         # tangents of initial states and reset states have passed a step of M, and the loop starts from zeros
-        arrays = self._residuals | {
-            "w_hh_t": call.params.w_hh.astype(spec.operand_dtype).T[None], "xp": added, "reset": call.resets,
-            "h0": jnp.zeros_like(call.states[0]),
+        added = base.tangents_of(cell, {name: x.astype(f32) for name, x in residuals.items()}, *changes)
+        arrays = residuals | {
+            "w_hh_t": call.params.w_hh.astype(spec.operand_dtype).T[None], "xp": jnp.concatenate(added, axis=-1),
+            "reset": call.resets,
         }  # fmt: skip
-        f32 = jnp.dtype(jnp.float32)
-        outputs = [
-            _bridge.Output("hs", f32, spec.hidden), _bridge.Output("h_last", f32, spec.hidden, stepped=False)
-        ]  # fmt: skip
+        arrays |= {f"{s}0": jnp.zeros_like(x) for s, x in zip(cell.states, call.states, strict=True)}
+        outputs = [_bridge.Output(f"{s}s", f32, spec.hidden) for s in cell.states]
+        outputs += [_bridge.Output(f"{s}_last", f32, spec.hidden, stepped=False) for s in cell.states]
         results = launch_pass(spec, "tangent", call, arrays, outputs)
-        return results["h_last"], results["hs"]
+        return tuple(results[f"{s}_last"] for s in cell.states), tuple(results[f"{s}s"] for s in cell.states)
 
-    def results(self, tangents: tuple[Array, Array]) -> Any:
+    def results(self, last: States, states: States) -> Any:
         """Returns the tangents of the results of `recurrence`."""
-        last, hs = tangents
-        return (last,), {s: hs for s in self.spec.returned}
+        by_name = dict(zip(self.spec.cell.states, states, strict=True))
+        return last, {s: by_name[s] for s in self.spec.returned}
 
-    def adjoint(self, cotangents: Any) -> Array:
-        """Returns the gradients `s` of the states of all steps, given those of the results of `recurrence`."""
-        spec, cell, dtype = self.spec, self.spec.cell, self.spec.operand_dtype
-        (d_last,), d_sequences = cotangents
-        local_grads = list(base.separate(cell, self._residuals["local_grads"]))
-        local_grads[cell.gates - 1] = jnp.ones_like(local_grads[0])  # `CellSpec.has_tangent_loop` says why
-        arrays = self._residuals | {
-            "w_hh": self.call.params.w_hh.astype(dtype)[None], "reset": self.call.resets,
-            "local_grads": base.interleave(cell, local_grads), "dhs": d_sequences["h"], "dh_last": d_last,
-        }  # fmt: skip
-        f32 = jnp.dtype(jnp.float32)  # float16 would overflow, and two roundings add up
-        outputs = [_bridge.Output("dxp", f32, cell.gates * spec.hidden)]
-        outputs += [_bridge.Output(name, dtype, spec.hidden) for name in cell.hidden_grads]
-        outputs.append(_bridge.Output("dh0", f32, spec.hidden, stepped=False))
-        results = launch_pass(spec, "bwd", self.call, arrays, outputs)
-        return results["dxp"][..., (cell.gates - 1) * spec.hidden :]
+    def adjoint(self, d_last: States, d_sequences: dict[str, Array], further: States) -> States:
+        """Returns the gradients of the states of all steps, given those of the results and `further` ones of states."""
+        cell = self.spec.cell
+        added = {s: x + d_sequences[s] if s in d_sequences else x for s, x in zip(cell.states, further, strict=True)}
+        residuals = [_bridge.Output(name, x.dtype) for name, x in self._residuals.items()]
+        call = self.call._replace(reset_states=None)
+        results = launch_backward(self.spec, call, residuals, self._residuals, d_last, added, totals=True)
+        return tuple(results[f"total_d{s}"] for s in cell.states)
