@@ -62,7 +62,7 @@ def make_problem(
         names |= {"xp": "float32"} | backward | ({"b_hn": "float32"} if biased else {})
         names |= dict.fromkeys(norm_arrays(spec.norm), "float32")
         names |= {f"{s}{suffix}": "float32" for s in states for suffix in ("0", "s", "_last")}
-        if reset_state == "zeros":
+        if reset_state == "zeros" and not tangent:
             names.pop("cs", None)
     else:
         names |= {"dxp": operand} | backward | dict.fromkeys(spec.hidden_grads, operand)
@@ -102,7 +102,7 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     if fixed or name.endswith(("0", "_last")):
         return problem.groups, problem.batch, hidden
     saved = wide if problem.has_packed_residuals else dict(CELLS[problem.cell].residuals)["local_grads"] * hidden
-    added = hidden if problem.tangent else wide
+    added = len(CELLS[problem.cell].states) * hidden if problem.tangent else wide
     width = {"xp": added, "dxp": wide, "local_grads": saved}.get(name, hidden)
     return problem.groups, problem.steps, problem.batch, width
 

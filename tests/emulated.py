@@ -140,18 +140,31 @@ def _totals(
 
 
 def _tangent(problem: Problem, arrays: Mapping[str, Tensor], resets: Tensor) -> dict[str, Tensor]:
-    """Returns the outputs of the tangent of a forward launch, of a cell whose last gate is separate."""
+    """Returns the outputs of the tangent of a forward launch, of a cell without a norm."""
     cell = CELLS[problem.cell]
     local_grads = arrays["local_grads"].unflatten(-1, (problem.hidden, -1)).unbind(-1)
-    factors = torch.cat([*local_grads[: cell.gates - 1], local_grads[cell.gates]], -1)
-    hs = torch.empty_like(arrays["xp"])
+    by_gate = local_grads[: cell.gates]
+    if cell.last_gate_separate:
+        by_gate = *by_gate[:-1], local_grads[cell.gates]
+    results = {f"{s}s": torch.empty_like(arrays["local_grads"][..., : problem.hidden]) for s in cell.states}
+    results |= {f"{s}_last": arrays[f"{s}0"] for s in cell.states}
     for group, model, order in _steps(problem):
-        h = arrays["h0"][group]
+        states = [arrays[f"{s}0"][group] for s in cell.states]
         for t in order:
-            h = torch.where(resets[group, t, :, None], 0.0, h)
-            products = factors[group, t] * (h @ arrays["w_hh_t"][model].mT)
-            carried = arrays["carry_gate"][group, t] * h
-            h = arrays["xp"][group, t] + products.unflatten(-1, (cell.gates, -1)).sum(-2) + carried
-            hs[group, t] = h
-        arrays["h0"][group] = h
-    return {"hs": hs, "h_last": arrays["h0"]}
+            states = [torch.where(resets[group, t, :, None], 0.0, x) for x in states]
+            products = (states[0] @ arrays["w_hh_t"][model].mT).chunk(cell.gates, -1)
+            terms = [f[group, t] * p for f, p in zip(by_gate, products, strict=True)]
+            if "carry_gate" in arrays:
+                terms.append(arrays["carry_gate"][group, t] * states[-1])
+            if len(cell.states) > 1:  # the last gate changes h alone
+                of_output = terms.pop(cell.gates - 1)
+                changes = [of_output + arrays["dc_dh"][group, t] * sum(terms), sum(terms)]
+            else:
+                changes = [sum(terms)]
+            added = arrays["xp"][group, t].chunk(len(changes), -1)
+            states = [x + change for x, change in zip(added, changes, strict=True)]
+            for s, x in zip(cell.states, states, strict=True):
+                results[f"{s}s"][group, t] = x
+        for s, x in zip(cell.states, states, strict=True):
+            results[f"{s}_last"][group] = x
+    return results

@@ -52,7 +52,7 @@ class CellSpec:
     @property
     def has_tangent_loop(self) -> bool:
         """Says whether kernels compute tangents (`jax.jvp`) and Hessian-vector products of the cell."""
-        return self.last_gate_separate
+        return not self.norm
 
     @property
     def hidden_grads(self) -> tuple[str, ...]:

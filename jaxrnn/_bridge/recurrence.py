@@ -49,7 +49,8 @@ def launch(
     `[G, T, B, 1]`. `precision` is "tf32", or "tf32x3" for float32's accuracy.
 
     `cell` is a key of `jaxrnn.cells.CELLS`, and `direction` is "fwd", "bwd" or "tangent". The tangent of a forward
-    launch reads the residuals and, as `xp [G, T, B, H]`, what each step adds to the tangent of the hidden state.
+    launch reads the residuals and, as `xp`, what each step adds to the tangents of the states: `[G, T, B, H]` or, of
+    two states, `[G, T, B, 2 * H]`.
     `reset_state` is "zeros", "fixed" (`[G, B, H]`) or "stepped" (`[G, T, B, H]`). `norm_width` is the number of
     elements that the cell's norm sees, inputs and state; 0 without a norm.
     """

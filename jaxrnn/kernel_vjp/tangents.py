@@ -15,6 +15,7 @@ derivatives are M_x^T ds + (M_x^T)' s.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +24,14 @@ import jax.numpy as jnp
 from jaxrnn import _bridge, sharding
 from jaxrnn.cells import base
 from jaxrnn.kernel_vjp.history import states_before
-from jaxrnn.kernel_vjp.launch import launch_backward, launch_pass, possible_first_steps, projection_in_xla
+from jaxrnn.kernel_vjp.launch import (
+    forward_weights,
+    launch_backward,
+    launch_forward,
+    launch_pass,
+    possible_first_steps,
+    projection_in_xla,
+)
 from jaxrnn.numerics import matmul
 
 if TYPE_CHECKING:
@@ -98,7 +106,6 @@ class _Steps:
     """M of a call, around its fixed point: see the top of this file.
 
     Attributes:
-      states: those of all steps.
       values: the leaves of the call that M is a function of; the others are constants.
     """
 
@@ -108,7 +115,21 @@ class _Steps:
         self._leaves, self._structure = jax.tree.flatten(call)
         self.values = [self._leaves[i] for i in moving]
         self._residuals = {name: x for name, x in saved.items() if name != "hs"}
-        self.states: States = (saved["hs"],)
+        f32 = jnp.dtype(jnp.float32)
+        self._outputs = [_bridge.Output(f"{s}s", f32, spec.hidden) for s in spec.cell.states]
+        self._outputs += [_bridge.Output(f"{s}_last", f32, spec.hidden, stepped=False) for s in spec.cell.states]
+        self._hs = saved["hs"]
+
+    @functools.cached_property
+    def states(self) -> States:
+        """The states of all steps. Only hidden ones were saved, and a launch computes the others again."""
+        spec, call = self.spec, self.call
+        if len(spec.cell.states) == 1:
+            return (self._hs,)
+        first_steps = possible_first_steps(spec, call, 0, call.xs.shape[1])
+        weights = forward_weights(spec, call.params)
+        results = launch_forward(spec, call, weights, call.states, first_steps, self._outputs)
+        return tuple(results[f"{s}s"] for s in spec.cell.states)
 
     def _gates(self, states: States, *values: Array) -> tuple[list[Array], Array | None, States]:
         """Returns what the cell's step takes, for all steps: gates, `x_last`, and the states before each step."""
@@ -138,10 +159,10 @@ class _Steps:
         spec, call, cell, f32 = self.spec, self.call, self.spec.cell, jnp.dtype(jnp.float32)
         residuals = self._residuals
         if cell.has_packed_residuals(residuals):
-            residuals = dict(
-                zip(("local_grads", "carry_gate"), _bridge.unpack_words(residuals["local_grads"]), strict=True)
-            )
-        changes = jax.jvp(lambda *x: self._gates(self.states, *x), self.values, list(tangents))[1]
+            local_grads, carry_gate = _bridge.unpack_words(residuals["local_grads"])
+            residuals = {"local_grads": local_grads, "carry_gate": carry_gate}
+        states = self._hs, *(jnp.zeros_like(self._hs),) * (len(cell.states) - 1)  # gates depend on the hidden one alone
+        changes = jax.jvp(lambda *x: self._gates(states, *x), self.values, list(tangents))[1]
         # tangents of initial states and reset states have passed a step of M, and the loop starts from zeros
         added = base.tangents_of(cell, {name: x.astype(f32) for name, x in residuals.items()}, *changes)
         arrays = residuals | {
@@ -149,9 +170,7 @@ class _Steps:
             "reset": call.resets,
         }  # fmt: skip
         arrays |= {f"{s}0": jnp.zeros_like(x) for s, x in zip(cell.states, call.states, strict=True)}
-        outputs = [_bridge.Output(f"{s}s", f32, spec.hidden) for s in cell.states]
-        outputs += [_bridge.Output(f"{s}_last", f32, spec.hidden, stepped=False) for s in cell.states]
-        results = launch_pass(spec, "tangent", call, arrays, outputs)
+        results = launch_pass(spec, "tangent", call, arrays, self._outputs)
         return tuple(results[f"{s}_last"] for s in cell.states), tuple(results[f"{s}s"] for s in cell.states)
 
     def results(self, last: States, states: States) -> Any:

@@ -123,7 +123,7 @@ CASES = (
     Case("streamed", "tf32", 128, 3, 3, shared=True, in_place=True, cells=("gru",)),
     Case("streamed", "tf32", 96, 19, 2, shared=True, workers=1, cells=("gru", "lstm"), seed=0),
     *(
-        case._replace(cells=("gru", "mgu"), directions=("tangent",))
+        case._replace(cells=("gru", "lstm", "mgu", "simple_tanh"), directions=("tangent",))
         for case in (
             Case("resident", "tf32", 64, 11, 3, block_b=8),
             Case("resident", "tf32", 128, 11, 4, block_b=8, reverse=True, seed=0),

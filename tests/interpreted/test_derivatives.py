@@ -282,20 +282,20 @@ def test_none_runs_the_kernels_where_it_prefers_them(monkeypatch):
 @kernels_only
 @pytest.mark.parametrize("transform", ["forward-over-reverse", "reverse-over-reverse", "jvp", "transpose-of-vjp"])
 def test_every_derivative_has_the_launches_that_it_needs(transform, implementation):
-    """An LSTM launches its passes and first gradients alone; a GRU launches tangents and second derivatives, too.
+    """A cell with a norm launches its passes and first gradients alone; others also launch their second derivatives.
 
     A Hessian-vector product launches a backward pass besides that of the gradient, and the tangent of the pass where
-    forward mode does not give it.
+    forward mode does not give it. For an LSTM, forward mode does not give that of c, and the pass did not save c.
     """
     want = {
-        "forward-over-reverse": ((1, 0, 1), (1, 1, 2)),
+        "forward-over-reverse": ((1, 0, 1), (1, 1, 2), (2, 2, 2)),
         # the second gradient goes through two runs, and XLA's part has no launch
-        "reverse-over-reverse": ((2, 0, 3), (2, 1, 4)),
-        "jvp": ((1, 0, 0), (1, 1, 0)),
-        "transpose-of-vjp": ((1, 0, 0), (1, 1, 0)),  # which is that of a gradient, so a tangent
+        "reverse-over-reverse": ((2, 0, 3), (2, 1, 4), (3, 1, 4)),
+        "jvp": ((1, 0, 0), (1, 1, 0), (1, 1, 0)),
+        "transpose-of-vjp": ((1, 0, 0), (1, 1, 0), (1, 1, 0)),  # which is that of a gradient, so a tangent
     }
     of = ("fwd", "tangent", "bwd")
-    for cell, counts in zip(("lstm", "gru"), want[transform], strict=True):
+    for cell, counts in zip(("rms_norm_gru", "gru", "lstm"), want[transform], strict=True):
         f, x = function(cell, implementation, jnp.float32)
         assert launches(functools.partial(TRANSFORMS[transform], f), x, of=of) == counts
 

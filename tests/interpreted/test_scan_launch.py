@@ -62,7 +62,7 @@ def test_outputs_and_gradients_match_the_oracle(scans, case):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("cell", ["gru", "mgu"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "mgu", "simple_tanh"])
 def test_hessian_products_match_those_of_lax_scan(scans, cell, reverse):
     *args, resets, reset_state = calls.arguments(cell)
 

@@ -13,7 +13,7 @@ A cell is a module with three functions for Triton, which run in every time loop
   separate, the gradient of its hidden product follows those of the gates.
 - `tangent_step(products, x, states, local_grads, factors)` is the transpose of `grad_step`, of cells for which
   `torch_bridge.cells.CellSpec.has_tangent_loop` is true. It returns the tangents of the new states, given the hidden
-  products of the tangents `states` by gate, and `x`, which is added to the tangent of h.
+  products of the tangents `states` by gate, and `x`, which is added to the new ones.
 
 All of these are tuples, in the order of the cell's entry in `torch_bridge.cells`. The factors are the residuals after
 `local_grads`, except for "norm_state": with two states "dc_dh", by which the loop adds the gradient of the hidden state

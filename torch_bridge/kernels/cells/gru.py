@@ -37,7 +37,7 @@ def residuals(activations, states):
 def tangent_step(products, x, states, local_grads, factors):
     p_r, p_z, p_hn = products
     f_r, f_z, _, f_hn = local_grads
-    return (x + f_r * p_r + f_z * p_z + f_hn * p_hn + factors[0] * states[0],)
+    return (x[0] + f_r * p_r + f_z * p_z + f_hn * p_hn + factors[0] * states[0],)
 
 
 @triton.jit

@@ -38,6 +38,14 @@ def residuals(activations, states):
 
 
 @triton.jit
+def tangent_step(products, x, states, local_grads, factors):
+    p_i, p_f, p_g, p_o = products
+    f_i, f_f, f_g, f_o = local_grads
+    c = f_i * p_i + f_f * p_f + f_g * p_g + factors[1] * states[1]
+    return (x[0] + f_o * p_o + factors[0] * c, x[1] + c)
+
+
+@triton.jit
 def grad_step(dstates, local_grads, factors):
     dh, dc = dstates
     f_i, f_f, f_g, f_o = local_grads

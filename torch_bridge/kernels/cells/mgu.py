@@ -33,7 +33,7 @@ def residuals(activations, states):
 def tangent_step(products, x, states, local_grads, factors):
     p_f, p_hn = products
     f_f, _, f_hn = local_grads
-    return (x + f_f * p_f + f_hn * p_hn + factors[0] * states[0],)
+    return (x[0] + f_f * p_f + f_hn * p_hn + factors[0] * states[0],)
 
 
 @triton.jit

@@ -22,5 +22,10 @@ def residuals(activations, states):
 
 
 @triton.jit
+def tangent_step(products, x, states, local_grads, factors):
+    return (x[0] + local_grads[0] * products[0],)
+
+
+@triton.jit
 def grad_step(dstates, local_grads, factors):
     return (dstates[0] * local_grads[0],), ()

@@ -110,20 +110,41 @@ def _count(config):
 
 
 @gluon.jit
+def _load_factors(a, at, mask):
+    """Loads the residuals after the local gradients; returns a tuple."""
+    factors = ()
+    if a.dc_dh_ptr is not None:
+        factors += (gl.load(a.dc_dh_ptr + at, mask=mask, other=0.0),)
+    if a.carry_gate_ptr is not None:
+        factors += (gl.load(a.carry_gate_ptr + at, mask=mask, other=0.0),)
+    return factors
+
+
+@gluon.jit
+def _in_float32(values):
+    """Returns a tuple's elements in float32."""
+    converted = ()
+    for k in gl.static_range(len(values)):
+        converted += (values[k].to(gl.float32),)
+    return converted
+
+
+@gluon.jit
 def _load_step(i, a, tile, config: gl.constexpr):
     """Loads what step min(i, steps - 1) reads: input projections by gate, resets, and the statistics of a norm.
 
-    For a tangent, loads one input, and also the residuals of a cell with one state.
+    For a tangent, loads an input for each state, and also the residuals.
     """
     H: gl.constexpr = config.H
-    INPUTS: gl.constexpr = 1 if config.TANGENT else config.GATES
+    STATES: gl.constexpr = 1 if a.c0_ptr is None else 2
+    INPUTS: gl.constexpr = STATES if config.TANGENT else config.GATES
     row = forward_rows(tile, i, config.REVERSE)
     x = load_inputs(a.xp_ptr + row * (INPUTS * H) + tile.unit, tile.mask, H, INPUTS)
     saved = ()
     if config.TANGENT:
         at = row * H + tile.unit
         local_grads = load_local_grads(a.local_grads_ptr, at, tile.mask, _count(config))
-        saved = (local_grads, gl.load(a.carry_gate_ptr + at, mask=tile.mask, other=0.0))
+        saved = (local_grads, _load_factors(a, at, tile.mask))
     return x, load_reset(a.reset_ptr, row), load_statistics(a.x_norm_ptr, a.x_mean_ptr, row, row >= 0), saved
 
 
@@ -171,13 +192,12 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
             sums += (gl.sum(before[0], axis=0),)
         scale = scale_of_norm(sums, statistics, H, NORM_WIDTH)
         normalized, gates = normalize(gates, scale, weights.bias)
-    x_last = x[len(x) - 1].to(gl.float32)
     inputs = _load_step(i + config.DEPTH, a, tile, config)
     if config.TANGENT:
         local_grads = unpack_local_grads(saved[0], _count(config))
-        states = config.STEP(gates, x_last, before, local_grads, (saved[1],))
+        states = config.STEP(gates, x, before, local_grads, _in_float32(saved[1]))
     else:
-        states, activations = config.STEP(gates, x_last, before, ACCURACY)
+        states, activations = config.STEP(gates, x[GATES - 1].to(gl.float32), before, ACCURACY)
     live = runs(tile.mask, tile, i, config.PIECES)  # nothing is stored for a step past the last
     at = forward_rows(tile, i, config.REVERSE) * H + unit
     store_states(a.hs_ptr, a.cs_ptr, at, states, live)
@@ -254,11 +274,7 @@ def _load_saved(i, a, tile, config: gl.constexpr):
     mask = tile.mask
     row = backward_rows(tile, i, config.REVERSE)
     at = row * config.H + tile.unit
-    factors = ()
-    if a.dc_dh_ptr is not None:
-        factors += (gl.load(a.dc_dh_ptr + at, mask=mask, other=0.0),)
-    if a.carry_gate_ptr is not None:
-        factors += (gl.load(a.carry_gate_ptr + at, mask=mask, other=0.0),)
+    factors = _load_factors(a, at, mask)
     dys = (gl.load(a.dhs_ptr + at, mask=mask, other=0.0),)
     if a.dcs_ptr is not None:
         dys += (gl.load(a.dcs_ptr + at, mask=mask, other=0.0),)
@@ -279,9 +295,7 @@ def _backward_step(i, dstates, saved, buffers, w, a, tile, config: gl.constexpr)
     unit = tile.unit
     packed, stored_factors, dys, reset, of_norm = saved
     local_grads = unpack_local_grads(packed, config.COUNT)
-    factors = ()
-    for k in gl.static_range(len(stored_factors)):
-        factors += (stored_factors[k].to(gl.float32),)
+    factors = _in_float32(stored_factors)
     dh = dstates[0] + dys[0].to(gl.float32)
     if NORM_WIDTH > 0:
         dnorm = gl.sum(rounded_product(dh, local_grads[GATES]), axis=0)

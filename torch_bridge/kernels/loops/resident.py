@@ -262,9 +262,9 @@ def _load_over_warps(slot, UNITS: gl.constexpr, REDUCE: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(a, tile, rows, H: gl.constexpr, GATES: gl.constexpr):
-    """Loads the inputs of a forward step: GATES projections, resets, and the statistics that a norm needs."""
-    x = load_inputs(a.xp_ptr + rows[None, :] * (GATES * H) + tile.unit[:, None], tile.mask, H, GATES)
+def _load_step(a, tile, rows, H: gl.constexpr, INPUTS: gl.constexpr):
+    """Loads the inputs of a forward step: INPUTS arrays of `xp`, resets, and the statistics that a norm needs."""
+    x = load_inputs(a.xp_ptr + rows[None, :] * (INPUTS * H) + tile.unit[:, None], tile.mask, H, INPUTS)
     reset = load_resets(a.reset_ptr, rows, tile.mask_q)
     return x, reset, load_statistics(a.x_norm_ptr, a.x_mean_ptr, rows, tile.mask_q)
 
@@ -307,7 +307,7 @@ def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexp
     # The next inputs are loaded before the product if registers can hold the inputs of two steps: always, except in
     # float32 if the tile has sixteen sequences.
     PREFETCH_INPUTS: gl.constexpr = zeros.shape[1] <= 8 or a.xp_ptr.dtype.element_ty != gl.float32
-    INPUTS: gl.constexpr = 1 if config.TANGENT else GATES
+    INPUTS: gl.constexpr = len(x)
     if PREFETCH_INPUTS:
         next_x, next_reset, next_statistics = _load_step(a, tile, next_rows, H, INPUTS)
     if config.TANGENT:
@@ -370,7 +370,7 @@ def _forward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constexp
     if a.x_mean_ptr is not None:
         x = subtract_mean(x, statistics[1][None, :], weights.w_sum)
     if config.TANGENT:
-        states = config.STEP(products, x[0], before, local_grads, factors)
+        states = config.STEP(products, x, before, local_grads, factors)
     else:
         gates = add_inputs(products, x, weights.b_hn, config.SEPARATE)
         if NORM_WIDTH > 0:
@@ -473,7 +473,8 @@ def forward_kernel(
     odd_memory = _ForwardMemory(odd[0], odd_sums, odd_slot[0])
 
     first_rows = tile.row + step_time(0, T, REVERSE) * tile.stride
-    x, reset, statistics = _load_step(a, tile, first_rows, H, 1 if TANGENT else GATES)
+    INPUTS: gl.constexpr = len(states) if TANGENT else GATES
+    x, reset, statistics = _load_step(a, tile, first_rows, H, INPUTS)
     saved = ()
     of_norm = ()
     if TANGENT:

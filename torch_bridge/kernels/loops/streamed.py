@@ -292,7 +292,7 @@ def _forward_tile(
     else:
         states = _load_states(a.h_last_ptr, a.c_last_ptr, seq, unit, mask, H)
     rows = row0 + step_time(t_begin, T, config.REVERSE) * stride
-    INPUTS: tl.constexpr = 1 if config.TANGENT else GATES
+    INPUTS: tl.constexpr = len(states) if config.TANGENT else GATES
     x = _load_gates(a.xp_ptr, rows, unit, mask, H, INPUTS)
     if HAS_RESETS:
         reset = load_reset(a.reset_ptr, rows, mask_q)
@@ -319,7 +319,7 @@ def _forward_tile(
             else:
                 norm_sums = _load_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, SUMS, SPLITS)
             scale, mean = _scale_and_mean(a.x_norm_ptr, a.x_mean_ptr, rows, mask_q, norm_sums, H, NORM_WIDTH)
-        x_last = x[INPUTS - 1]
+        x_last = x if config.TANGENT else x[GATES - 1]
         tl.static_assert(NORM_WIDTH == 0 or not config.SEPARATE)
         accumulators = x  # what the products are added to
         if CENTERED:
@@ -413,8 +413,8 @@ def forward_kernel(
     The arrays are those of `arrays.Forward`. A model has Q sequences in `tiles` tiles; `items` are the tiles of all.
 
     If RESIDUALS is None, the kernel instead runs the tangent of the pass, which is linear in the states: STEP is then
-    `tangent_step`, the residuals are read, states are tangents, and `xp` is `[G, T, B, H]`, what each step adds to
-    that of the hidden state.
+    `tangent_step`, the residuals are read, states are tangents, and `xp` is what each step adds to those after it,
+    `[G, T, B, H]` or, of two states, `[G, T, B, 2 * H]`.
     """
     worker = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
