@@ -249,18 +249,25 @@ TANGENTS = {
 }
 
 
+TANGENT_KERNELS = {"gru": "gru_tangent_fma", "lstm": "lstm_tangent_fma"}
+
+
 @pytest.mark.torch
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("cell", "remat"), [("gru", False), ("gru", True), ("lstm", False)])
 @pytest.mark.parametrize("name", TANGENTS)
-def test_explain_says_what_computes_a_derivative(name, remat):
+def test_explain_says_what_computes_a_derivative(name, cell, remat):
     def differentiate(params, carry, xs):
-        return TANGENTS[name](lambda xs: jaxrnn.gru(params, carry, xs, remat=remat)[1].sum(), xs)
+        run = getattr(jaxrnn, cell)
+        return TANGENTS[name](lambda xs: run(params, carry, xs, remat=remat)[1].sum(), xs)
 
     arrays = gru_arrays()
+    if cell == "lstm":
+        params = jaxrnn.LSTMParams(F32((D, 4 * H)), F32((H, 4 * H)), F32((4 * H,)))
+        arrays = params, (arrays[1], arrays[1]), arrays[2]
     explanation = jaxrnn.explain(differentiate, *arrays, device="a100")
     kernels = {launch.direction: launch.kernels for launch in explanation.launches}
     assert explanation.implementation == "triton"
-    assert kernels.pop("tangent") == (() if remat else ("gru_tangent_fma",)) and all(kernels.values())
+    assert kernels.pop("tangent") == (() if remat else (TANGENT_KERNELS[cell],)) and all(kernels.values())
     assert [*kernels] == ["forward", *["backward"] * ("grad" in name)]
     by_xla = "gru tangent: XLA, because its kernels compute no derivative but the first gradient"
     assert (by_xla in str(explanation)) == remat

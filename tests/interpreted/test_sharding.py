@@ -208,7 +208,7 @@ def hessian_product(cell, implementation, *arguments, axis=None):
 @pytest.mark.parametrize("cell", ["gru", "lstm-projected"])
 @pytest.mark.parametrize("mesh", ["explicit", "auto", "shard_map", "vmap"])
 def test_derivatives_of_gradients_equal_those_of_one_device(mesh, cell):
-    """XLA computes them from arrays that the kernels need on each device, or that are sharded."""
+    """They are computed from arrays that the kernels need on each device, or that are sharded."""
     product = functools.partial(hessian_product, cell, "triton")
     plain = functools.partial(hessian_product, cell, "xla")
     state, sequence = P("data"), P(None, "data")
