@@ -161,15 +161,25 @@ class _Steps:
         if cell.has_packed_residuals(residuals):
             local_grads, carry_gate = _bridge.unpack_words(residuals["local_grads"])
             residuals = {"local_grads": local_grads, "carry_gate": carry_gate}
+        along = dict(zip(self._moving, tangents, strict=True))
+        d_call = jax.tree.unflatten(self._structure, [along.get(i) for i in range(len(self._leaves))])
+        # the loop starts from the tangents of the initial states; all others pass a step of M
+        first = len(jax.tree.leaves(call.params))
+        others = [i for i in self._moving if i not in range(first, first + len(call.states))]
         states = self._hs, *(jnp.zeros_like(self._hs),) * (len(cell.states) - 1)  # gates depend on the hidden one alone
-        changes = jax.jvp(lambda *x: self._gates(states, *x), self.values, list(tangents))[1]
-        # tangents of initial states and reset states have passed a step of M, and the loop starts from zeros
+
+        def gates(*values: Array) -> Any:
+            changed = dict(zip(self._moving, self.values, strict=True)) | dict(zip(others, values, strict=True))
+            return self._gates(states, *changed.values())
+
+        changes = jax.jvp(gates, [self._leaves[i] for i in others], [along[i] for i in others])[1]
         added = base.tangents_of(cell, {name: x.astype(f32) for name, x in residuals.items()}, *changes)
         arrays = residuals | {
             "w_hh_t": call.params.w_hh.astype(spec.operand_dtype).T[None], "xp": jnp.concatenate(added, axis=-1),
             "reset": call.resets,
         }  # fmt: skip
-        arrays |= {f"{s}0": jnp.zeros_like(x) for s, x in zip(cell.states, call.states, strict=True)}
+        for s, x, d in zip(cell.states, call.states, d_call.states, strict=True):
+            arrays[f"{s}0"] = jnp.zeros_like(x) if d is None else d
         results = launch_pass(spec, "tangent", call, arrays, self._outputs)
         return tuple(results[f"{s}_last"] for s in cell.states), tuple(results[f"{s}s"] for s in cell.states)
 

@@ -93,6 +93,7 @@ OF_TWO_PLATFORMS = {name: program[:3] for name, program in PROGRAMS.items() if "
     "mgu-a100": (recurrence, Case("mgu", T=4, B=3, H=48, D=5, reset_state="tbh"), A100),
     "rms-norm-gru-a100": (recurrence, Case("rms_norm_gru", T=4, B=3, H=24, D=5), A100),
     "gru-a100-derivative": (derivative, Case("gru", T=4, B=3, H=48, D=5), A100),
+    "lstm-a100-derivative": (derivative, Case("lstm", T=4, B=3, H=48, D=5), A100),
     "rms-norm": (norm, (2, 3, 256), A100),
     "layer-norm": (layer_norm, (4, 256), A100),
 }

@@ -81,9 +81,10 @@ def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
     old, new, in_16_bits = triton_version() < (3, 7), triton_version() > (3, 7), product_kind(problem) == "16-bit"
     forward, is_full = problem.direction == "fwd", problem.hidden == 128
     if forward:  # with 127 units, 8 bytes spill with 16-bit operands and 16 bytes in TF32
-        # with a reset state per step, 8 bytes spill in TF32 on compute capability 10.0 and newer
-        resets_spill = problem.reset_state == "stepped" and device.capability >= 100 and not in_16_bits
-        return problem.is_unaligned or resets_spill
+        # 8 bytes spill in TF32 with a reset state per step on compute capability 10.0 and newer, in tangents on 12.0
+        lowest = 100 if problem.reset_state == "stepped" else 120 if problem.tangent else None
+        spills_in_tf32 = lowest is not None and device.capability >= lowest
+        return problem.is_unaligned or (spills_in_tf32 and not in_16_bits)
     if problem.has_only_common_arrays:
         return False
     # without wgmma, 8 to 80 bytes spill for unaligned widths, and 24 bytes in TF32 for 128 units on compute capability
