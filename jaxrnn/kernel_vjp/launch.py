@@ -48,11 +48,12 @@ def launch_forward(
 
 def launch_backward(
     spec: KernelSpec, chunk: Call, residual_outputs: Sequence[_bridge.Output], residuals: dict[str, Array],
-    d_last: tuple[Array, ...], d_sequences: dict[str, Array], *, totals: bool = False,
+    d_last: tuple[Array, ...], d_sequences: dict[str, Array], *, gates_dtype: Any, totals: bool = False,
 ) -> dict[str, Array]:  # fmt: skip
     """Launches the backward kernel; returns by name the gradients of the gates, the states and the reset states.
 
-    With `totals`, also returns those of the states of all steps, such as "total_dh".
+    Those of the gates have `gates_dtype`. With `totals`, also returns those of the states of all steps, such as
+    "total_dh".
     """
     cell, hidden, f32 = spec.cell, spec.hidden, jnp.dtype(jnp.float32)
     arrays: dict[str, Array | None] = {"w_hh": chunk.params.w_hh.astype(spec.operand_dtype)[None]}
@@ -63,8 +64,8 @@ def launch_backward(
     arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
     # where the residuals overwrite `xp`, the gradients of the gates overwrite the residuals
     overwritten = next((output.name for output in residual_outputs if output.over), None)
-    outputs = [_bridge.Output("dxp", spec.operand_dtype, cell.gates * hidden, over=overwritten)]
-    outputs += [_bridge.Output(name, spec.operand_dtype, hidden) for name in cell.hidden_grads]
+    outputs = [_bridge.Output("dxp", gates_dtype, cell.gates * hidden, over=overwritten)]
+    outputs += [_bridge.Output(name, gates_dtype, hidden) for name in cell.hidden_grads]
     if cell.norm:
         outputs.append(_bridge.Output("dnorm", f32, 1))
     outputs += [_bridge.Output(f"d{s}0", f32, hidden, stepped=False) for s in cell.states]

@@ -161,7 +161,9 @@ def _backward_chunk(
         residuals = residuals_from_states(spec, outputs, history)
     elif spec.remat:
         residuals = recomputed_residuals(spec, chunk, weights, outputs, history, first_steps)
-    results = launch_backward(spec, chunk, outputs, residuals, d_last, d_sequences, totals=save)
+    results = launch_backward(
+        spec, chunk, outputs, residuals, d_last, d_sequences, gates_dtype=spec.operand_dtype, totals=save
+    )  # fmt: skip
     sums, dx = _parameter_grads(spec, chunk, history, residuals, results, first_steps, launches_weight_grads)
     per_step = {"xs": dx} | {name: x for name, x in results.items() if name.startswith("total_")}
     for s, value in zip(cell.states, call.reset_states or (), strict=False):

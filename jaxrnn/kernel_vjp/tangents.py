@@ -10,7 +10,7 @@ The tangents `dh`, and the gradients `s` of the states, given the gradients `y` 
 
 Here M_h and M_x are the derivatives of M, and ' is the derivative along (dx, dh). The last line is the derivative of
 the second one: the same loop with other gradients of the results. The gradients of x are M_x^T s, and their
-derivatives are M_x^T ds + (M_x^T)' s.
+derivatives are M_x^T ds + (M_x^T)' s. The first term is what a gradient computes from what the loop returns.
 """
 
 from __future__ import annotations
@@ -92,11 +92,15 @@ def run_hessian(
             last, d_states = steps.tangent(dx)
             by_index = dict(enumerate(jax.tree.leaves(steps.results(last, d_states)), first_cotangent))
         at, d_at = (steps.states, *steps.values), (d_states, *dx)
-        of_states_before = jax.jvp(lambda *x: steps.pull(s, *x)[0], at, d_at)[1]
-        ds = steps.adjoint(d_last, d_sequences, of_states_before)
-        # M_x^T ds is the derivative of M_x^T s along ds, so that one product has both
-        gradients = jax.jvp(lambda s, *x: steps.pull(s, *x)[1:], (tuple(s), *at), (ds, *d_at))[1]
-        by_index |= zip(moving, gradients, strict=True)
+        gates, d_gates = jax.jvp(lambda *x: steps.pull_step(s, steps.gates(*x)), at, d_at)
+        change, *parts = jax.jvp(steps.pull_gates, (gates, *at), (d_gates, *d_at))[1]
+        by_index |= zip(moving, parts, strict=True)
+        of_gates, of_first = steps.adjoint(d_last, d_sequences, change)
+        # the launch has M_x^T ds up to the gates, where it joins the other part, so that one product has both
+        d_gates = *jax.tree.map(jnp.add, of_gates, d_gates[:2]), d_gates[2]
+        both = jax.jvp(steps.pull_gates, (gates, *at), (d_gates, *d_at))[1][1:]
+        for i, x in zip(moving, both, strict=True):
+            by_index[i] = by_index[i] + of_first[i].astype(x.dtype) if i in of_first else x
         return [by_index[i] for i in outputs]
 
     return sharding.shard_over_vmapped_axes(run, call, saved, cotangents, totals, tangents)
@@ -114,6 +118,7 @@ class _Steps:
         self.spec, self.call, self._moving = spec, call, moving
         self._leaves, self._structure = jax.tree.flatten(call)
         self.values = [self._leaves[i] for i in moving]
+        self._indices = jax.tree.unflatten(self._structure, range(len(self._leaves)))
         self._residuals = {name: x for name, x in saved.items() if name != "hs"}
         f32 = jnp.dtype(jnp.float32)
         self._outputs = [_bridge.Output(f"{s}s", f32, spec.hidden) for s in spec.cell.states]
@@ -131,8 +136,11 @@ class _Steps:
         results = launch_forward(spec, call, weights, call.states, first_steps, self._outputs)
         return tuple(results[f"{s}s"] for s in spec.cell.states)
 
-    def _gates(self, states: States, *values: Array) -> tuple[list[Array], Array | None, States]:
-        """Returns what the cell's step takes, for all steps: gates, `x_last`, and the states before each step."""
+    def gates(self, states: States, *values: Array) -> tuple[list[Array], Array | None, States]:
+        """Returns what the cell's step takes, for all steps: gates, `x_last`, and the states before each step.
+
+        M is the cell's step of these.
+        """
         leaves = list(self._leaves)
         for i, x in zip(self._moving, values, strict=True):
             leaves[i] = x
@@ -146,13 +154,13 @@ class _Steps:
         gates, x_last = base.add_gates(spec.cell, xp, hp, getattr(call.params, "b_hn", None))
         return gates, x_last, before
 
-    def _run(self, states: States, *values: Array) -> States:
-        """Returns M."""
-        return self.spec.cell.step(*self._gates(states, *values))[0]
+    def pull_step(self, s: Sequence[Array], gates: Any) -> Any:
+        """Returns the gradients of what `gates` returns, given those of the states after each step."""
+        return jax.vjp(lambda *x: self.spec.cell.step(*x)[0], *gates)[1](tuple(s))
 
-    def pull(self, s: Sequence[Array], states: States, *values: Array) -> tuple[Any, ...]:
-        """Returns M_h^T s, and M_x^T s for each of `values`."""
-        return jax.vjp(self._run, states, *values)[1](tuple(s))
+    def pull_gates(self, d_gates: Any, states: States, *values: Array) -> tuple[Any, ...]:
+        """Returns M_h^T s, and M_x^T s for each of `values`, given what `pull_step` returns."""
+        return jax.vjp(self.gates, states, *values)[1](d_gates)
 
     def tangent(self, tangents: Sequence[Array]) -> tuple[States, States]:
         """Returns the tangents of the last states and of those of all steps, given those of `values`."""
@@ -162,15 +170,13 @@ class _Steps:
             local_grads, carry_gate = _bridge.unpack_words(residuals["local_grads"])
             residuals = {"local_grads": local_grads, "carry_gate": carry_gate}
         along = dict(zip(self._moving, tangents, strict=True))
-        d_call = jax.tree.unflatten(self._structure, [along.get(i) for i in range(len(self._leaves))])
         # the loop starts from the tangents of the initial states; all others pass a step of M
-        first = len(jax.tree.leaves(call.params))
-        others = [i for i in self._moving if i not in range(first, first + len(call.states))]
+        others = [i for i in self._moving if i not in self._indices.states]
         states = self._hs, *(jnp.zeros_like(self._hs),) * (len(cell.states) - 1)  # gates depend on the hidden one alone
 
         def gates(*values: Array) -> Any:
             changed = dict(zip(self._moving, self.values, strict=True)) | dict(zip(others, values, strict=True))
-            return self._gates(states, *changed.values())
+            return self.gates(states, *changed.values())
 
         changes = jax.jvp(gates, [self._leaves[i] for i in others], [along[i] for i in others])[1]
         added = base.tangents_of(cell, {name: x.astype(f32) for name, x in residuals.items()}, *changes)
@@ -178,8 +184,8 @@ class _Steps:
             "w_hh_t": call.params.w_hh.astype(spec.operand_dtype).T[None], "xp": jnp.concatenate(added, axis=-1),
             "reset": call.resets,
         }  # fmt: skip
-        for s, x, d in zip(cell.states, call.states, d_call.states, strict=True):
-            arrays[f"{s}0"] = jnp.zeros_like(x) if d is None else d
+        for s, x, i in zip(cell.states, call.states, self._indices.states, strict=True):
+            arrays[f"{s}0"] = along[i] if i in along else jnp.zeros_like(x)
         results = launch_pass(spec, "tangent", call, arrays, self._outputs)
         return tuple(results[f"{s}_last"] for s in cell.states), tuple(results[f"{s}s"] for s in cell.states)
 
@@ -188,11 +194,26 @@ class _Steps:
         by_name = dict(zip(self.spec.cell.states, states, strict=True))
         return last, {s: by_name[s] for s in self.spec.returned}
 
-    def adjoint(self, d_last: States, d_sequences: dict[str, Array], further: States) -> States:
-        """Returns the gradients of the states of all steps, given those of the results and `further` ones of states."""
-        cell = self.spec.cell
+    def adjoint(
+        self, d_last: States, d_sequences: dict[str, Array], further: States
+    ) -> tuple[tuple[list[Array], Array | None], dict[int, Array]]:
+        """Runs the backward loop, given the gradients of the results, and `further` ones of the states of all steps.
+
+        Returns the gradients of gates and `x_last`, and by index among the leaves of the call those of initial states
+        and, if they are among `values`, of reset states.
+        """
+        cell, spec, indices = self.spec.cell, self.spec, self._indices
         added = {s: x + d_sequences[s] if s in d_sequences else x for s, x in zip(cell.states, further, strict=True)}
         residuals = [_bridge.Output(name, x.dtype) for name, x in self._residuals.items()]
-        call = self.call._replace(reset_states=None)
-        results = launch_backward(self.spec, call, residuals, self._residuals, d_last, added, totals=True)
-        return tuple(results[f"total_d{s}"] for s in cell.states)
+        resets = dict(zip(indices.reset_states or (), cell.states, strict=False))
+        call = self.call if resets.keys() & set(self._moving) else self.call._replace(reset_states=None)
+        f32 = jnp.dtype(jnp.float32)  # float16 would overflow, and two roundings add up
+        results = launch_backward(spec, call, residuals, self._residuals, d_last, added, gates_dtype=f32)
+        of_first = {i: results[f"d{s}0"] for i, s in zip(indices.states, cell.states, strict=True)}
+        if call.reset_states:
+            each_step = {i: results[f"dreset_{s}"] for i, s in resets.items()}
+            of_first |= {i: d if spec.reset_state == "stepped" else d.sum(axis=1) for i, d in each_step.items()}
+        gates = jnp.split(results["dxp"], cell.gates, axis=-1)
+        if not cell.last_gate_separate:
+            return (gates, None), of_first
+        return ([*gates[:-1], results["dhn"]], gates[-1]), of_first

@@ -84,6 +84,20 @@ def test_a_pullback_can_be_called_repeatedly(implementation):
 
 
 @in_turn
+def test_tangents_and_second_derivatives_read_the_residuals(monkeypatch, implementation):
+    *arguments, resets, state = calls.arguments("gru", hidden=128)
+
+    def product(x):
+        call = calls.runner("gru", implementation, precision=None)
+        gradient = jax.grad(calls.loss_of(lambda *x: call(*x, resets, state)), (0, 1, 2))
+        return jax.jit(lambda x: jax.jvp(lambda x: gradient(*x), (x,), (x,)))(x)
+
+    got = product(tuple(arguments))
+    apart(monkeypatch)
+    calls.assert_close(got, product(tuple(arguments)))
+
+
+@in_turn
 def test_debug_nans_accepts_the_residuals(implementation):
     params, carry, xs, resets, state = calls.arguments("gru", hidden=64)
     call = calls.with_gradients(calls.runner("gru", implementation, precision=None))
