@@ -1,6 +1,6 @@
 """The pointwise part of each cell: what a time loop computes between its products.
 
-A cell is a module with three functions for Triton, which run in every time loop of `torch_bridge.kernels.loops`:
+A cell is a module with functions for Triton, which run in the time loops of `torch_bridge.kernels.loops`:
 
 - `step(gates, x_last, states, ACCURACY)` returns the new states, and activations for `residuals`. `gates` are the gates
   before their activations: the sums of input projection and hidden product. For a cell whose last gate is separate
