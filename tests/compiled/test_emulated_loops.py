@@ -291,9 +291,10 @@ def test_pieces_of_a_sequence_have_the_bits_of_the_whole(cell, case, pieces, dir
     ("case", "pieces"),
     [pytest.param(*x, id=str(x[0])) for x in IN_PIECES if x[0].reverse and x[0].loop != "split_registers"],
 )
-def test_pieces_of_a_tangent_have_the_bits_of_the_whole(case, pieces):
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_pieces_of_a_tangent_have_the_bits_of_the_whole(cell, case, pieces):
     compare_with_whole(
-        case._replace(reset_state="zeros", hidden=min(case.hidden, 64)), "gru", "tangent", pieces,
+        case._replace(reset_state="zeros", hidden=min(case.hidden, 64)), cell, "tangent", pieces,
         lambda shape: [resets_at(pattern, shape, pieces) for pattern in ("random", "all", "none")],
     )  # fmt: skip
 
