@@ -134,7 +134,11 @@ EPISODES = tuple(
     for rate, episode in ((0.0, 0), (0.01, 0), (0.1, 0), (0.01, 25), (0.01, 52), (0.01, 200))
 )  # fmt: skip
 # Derivatives beyond the first gradient, which cuDNN and TorchRL do not have.
-DERIVATIVES = tuple(Case("gru", B, 128, 128, derivative=derivative) for B in (64, 16) for derivative in ("jvp", "hvp"))
+DERIVATIVES = tuple(
+    Case(cell, B, 128, 128, derivative=derivative)
+    for cell, B in (("gru", 64), ("gru", 16), ("lstm", 64))
+    for derivative in ("jvp", "hvp")
+)
 # Every other cell beside the GRU, whose time is the measure.
 CELLS = tuple(
     Case(cell, *shape)
