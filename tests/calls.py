@@ -109,12 +109,13 @@ def recomputing_launches(cell):
 
 
 def launches(function, *args, of=("fwd", "bwd")):
-    """Returns how often the traced `function` launches a kernel of each direction, such as "tangent"."""
+    """Returns how often the traced `function` launches each kernel: a direction of the loop, or the name of another."""
 
     def directions(jaxpr):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "jaxrnn_launch":
-                yield getattr(eqn.params["kind"], "direction", None)
+                kind = eqn.params["kind"]
+                yield getattr(kind, "direction", kind.name)
             for body in (*bodies(eqn.params.values()), *launches_when_lowered(eqn)):
                 yield from directions(body)
 

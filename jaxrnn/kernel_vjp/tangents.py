@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.cells import base
-from jaxrnn.kernel_vjp.history import states_before
+from jaxrnn.kernel_vjp.history import History, states_before
 from jaxrnn.kernel_vjp.launch import (
     forward_weights,
     launch_backward,
@@ -32,6 +32,7 @@ from jaxrnn.kernel_vjp.launch import (
     possible_first_steps,
     projection_in_xla,
 )
+from jaxrnn.kernel_vjp.weight_grads import has_weight_grads_launch, launch_weight_grads
 from jaxrnn.numerics import matmul
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def run_hessian(
         both = jax.jvp(steps.pull_gates, (gates, *at), (d_gates, *d_at))[1][1:]
         for i, x in zip(moving, both, strict=True):
             by_index[i] = by_index[i] + of_first[i].astype(x.dtype) if i in of_first else x
+        if spec.uses_tf32 and has_weight_grads_launch(spec, call.xs):
+            by_index |= steps.weight_grads(gates, d_gates, d_states, along)
         return [by_index[i] for i in outputs]
 
     return sharding.shard_over_vmapped_axes(run, call, saved, cotangents, totals, tangents)
@@ -161,6 +164,30 @@ class _Steps:
     def pull_gates(self, d_gates: Any, states: States, *values: Array) -> tuple[Any, ...]:
         """Returns M_h^T s, and M_x^T s for each of `values`, given what `pull_step` returns."""
         return jax.vjp(self.gates, states, *values)[1](d_gates)
+
+    def weight_grads(
+        self, gates: Any, d_gates: Any, d_states: States, along: dict[int, Array]
+    ) -> dict[int, Array]:  # fmt: skip
+        """Returns the tangents of the gradients of weights and biases by index, in two launches.
+
+        `pull_gates` computes the same from the tangents of `pull_step`, `d_gates`, and of the leaves of the call,
+        `along`. A gradient of weights is a product of states or inputs and gradients of gates.
+        """
+        d_call = jax.tree.unflatten(
+            self._structure, [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(self._leaves)]
+        )
+        factors = (self.call, self.states, d_gates), (d_call._replace(resets=self.call.resets), d_states, gates)
+        of_gates, of_states = (self._launch_weight_grads(*each) for each in factors)
+        indices = self._indices.params._asdict()
+        return {indices[name]: x + of_states[name] if x.ndim > 1 else x for name, x in of_gates.items()}
+
+    def _launch_weight_grads(self, call: Call, states: States, gates: Any) -> dict[str, Array]:
+        """Returns the gradients of weights and biases, given those of gates and `x_last`, by a launch."""
+        of_gates, x_last, _ = gates
+        history = History({"h": states[0]}, {"h": call.states[0]}, {})
+        dxp = jnp.concatenate(of_gates if x_last is None else [*of_gates[:-1], x_last], axis=-1)
+        hidden_grads = {} if x_last is None else {"dhn": of_gates[-1]}
+        return launch_weight_grads(self.spec, call, history, None, None, dxp, hidden_grads)
 
     def tangent(self, tangents: Sequence[Array]) -> tuple[States, States]:
         """Returns the tangents of the last states and of those of all steps, given those of `values`."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import weight_sums
 from calls import (
     EVERY_CELL,
     PROJECTED,
@@ -192,8 +193,8 @@ def wrapped(wrap):
     return make
 
 
-# Projected LSTMs and stacks run eight sequences. With two, some results have six to twelve numbers, and the ratio of the
-# rounding errors of two implementations exceeds two in some draws.
+# Projected LSTMs and stacks run eight sequences. With two, some results have six or twelve numbers, and the ratio of
+# the rounding errors of two implementations exceeds two in some draws.
 MORE = {"batch": (8,)}
 
 # Each maps (implementation, dtype) to a function of a tree, and the tree.
@@ -298,6 +299,35 @@ def test_every_derivative_has_the_launches_that_it_needs(transform, implementati
     for cell, counts in zip(("rms_norm_gru", "gru", "lstm"), want[transform], strict=True):
         f, x = function(cell, implementation, jnp.float32)
         assert launches(functools.partial(TRANSFORMS[transform], f), x, of=of) == counts
+
+
+@kernels_only
+@pytest.mark.parametrize(("reverse", "stepped"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_launches_compute_gradients_of_weights_in_second_derivatives(
+    monkeypatch, cell, reverse, stepped, implementation
+):  # fmt: skip
+    from torch_bridge import weight_grads
+
+    monkeypatch.setattr(weight_grads, "is_profitable", lambda problem, device: True)
+    if jax.default_backend() == "cpu":
+        monkeypatch.setattr(weight_grads, "Launch", weight_sums.Launch)
+    width = 64
+
+    def product_of(implementation):
+        options = {"precision": "default", "reverse": reverse}
+        f, x = function(cell, implementation, jnp.float32, {"hidden": width, "stepped": stepped}, **options)
+        gates = x["params"].w_hh.shape[1]
+        weights = random_like(dict.fromkeys(("w_ih", "w_hh"), jnp.zeros((width, gates))))
+        x["params"] = x["params"]._replace(**jax.tree.map(lambda w: w / width**0.5, weights))
+        x["xs"] = random_like(jnp.zeros((*x["xs"].shape[:-1], width)))
+        return functools.partial(hessian_product, f), x
+
+    product, x = product_of(implementation)
+    assert launches(product, x, of=("weight_grads",)) == (3,)  # of the gradient, and of each factor of its derivative
+    want = jax.jit(product_of("xla")[0])(x)
+    for got, exact in zip(*map(jax.tree.leaves, (jax.jit(product)(x), want)), strict=True):
+        assert cases.oracle.error(got, exact) <= 5e-3
 
 
 @kernels_only

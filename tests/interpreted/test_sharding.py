@@ -847,27 +847,6 @@ def test_gradients_of_norms_ignore_padding_of_shards(norm):
     assert_close(got, want)
 
 
-class WeightGradsInFloat64:
-    """A substitute for the launch that computes the gradients of weights, whose kernel cannot be interpreted."""
-
-    kernels = workspaces = ()
-
-    def __init__(self, problem, device):
-        from torch_bridge import weight_grads
-
-        self.problem, self.tiling = problem, weight_grads.choose(problem, device)
-
-    def load(self, ordinal):
-        pass
-
-    def interpret(self, tensors):
-        import torch
-
-        wide = {name: x.double().numpy() for name, x in tensors.items() if name != "sums"}
-        sums = weight_sums.in_one_row(weight_sums.step_by_step(wide, self.problem.reverse))
-        tensors["sums"].copy_(torch.from_numpy(sums))
-
-
 @pytest.mark.parametrize("left", [2 * B, 2 * B - 1, 2 * B - 2])
 @pytest.mark.parametrize("reset_state", ["zeros", "fixed", "stepped"])
 def test_gradients_of_weights_ignore_padding_of_shards(monkeypatch, platform, left, reset_state):
@@ -875,7 +854,7 @@ def test_gradients_of_weights_ignore_padding_of_shards(monkeypatch, platform, le
 
     monkeypatch.setattr(weight_grads, "is_profitable", lambda problem, device: True)
     if platform == "cpu":
-        monkeypatch.setattr(weight_grads, "Launch", WeightGradsInFloat64)
+        monkeypatch.setattr(weight_grads, "Launch", weight_sums.Launch)
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)  # noqa: E731
     D, H = 64, 64
