@@ -38,6 +38,7 @@ def make_problem(
     halves: bool = True,
     tangent: bool = False,
     totals: bool = False,
+    gate_dtype: str = "",
 ) -> Problem:
     """Returns a problem with every array that a kernel can take together with a reset state: the worst case.
 
@@ -45,7 +46,8 @@ def make_problem(
     cell states, and no gradients of these, either. With `in_place`, the residuals of a GRU in TF32 overwrite its input
     projections. Without `halves`, the residuals are float32 in TF32 too, as JAX may declare them: see
     `torch_bridge.tiling.with_residual_dtypes`. With `tangent`, a forward launch runs the tangent of the pass. With
-    `totals`, a backward launch also writes the gradients of all states.
+    `totals`, a backward launch also writes the gradients of all states. It writes those of the gates in `gate_dtype`,
+    by default the dtype of the operands.
     """
     operand, precision = KINDS[kind]
     spec = CELLS[cell]
@@ -65,7 +67,7 @@ def make_problem(
         if reset_state == "zeros" and not tangent:
             names.pop("cs", None)
     else:
-        names |= {"dxp": operand} | backward | dict.fromkeys(spec.hidden_grads, operand)
+        names |= backward | dict.fromkeys(("dxp", *spec.hidden_grads), gate_dtype or operand)
         names |= {"scale": "float32", "dnorm": "float32"} if spec.norm else {}
         names |= {f"d{s}{suffix}": "float32" for s in states for suffix in ("s", "_last", "0")}
         names |= {f"dreset_{s}": "float32" for s in states if reset_state != "zeros"}

@@ -74,9 +74,9 @@ def gru(
     On an explicit mesh `xs` may be sharded over its batch axes: every device runs its shard, and the other arguments
     are resharded to match `xs`. If JAX manages the mesh (`AxisType.Auto`), the same holds for the first batch axis.
 
-    Derivatives of every order and mode exist. Kernels compute the results and first-order gradients, and without
-    `remat` and with a float32 carry also the tangents of forward mode and the derivatives of gradients, such as in
-    `jax.jvp` and `jax.hessian`. XLA computes all others by `lax.scan`.
+    Derivatives of every order and mode exist. Kernels compute the results and first-order gradients, and of cells
+    without a norm, with a float32 carry and without `remat`, also the tangents of forward mode and the derivatives of
+    gradients, such as in `jax.jvp` and `jax.hessian`. XLA computes all others by `lax.scan`.
 
     Returns:
       `(carry, ys)`, as from `lax.scan`, the last hidden state `[*batch, H]` and the hidden states of all steps

@@ -108,7 +108,7 @@ class LaunchRecord:
 
     def __str__(self) -> str:
         if self.direction == "tangent" and self.loop is None:
-            return f"{self.computes} tangent: XLA, because its kernels compute no derivative but the first gradient"
+            return f"{self.computes} tangent: XLA, because no kernel computes this derivative"
         what = (
             f"{self.computes} {self.direction}" if self.loop is not None or "norm" in self.computes else self.computes
         )

@@ -15,7 +15,6 @@ derivatives are M_x^T ds + (M_x^T)' s. The first term is what a gradient compute
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -70,7 +69,7 @@ def run_hessian(
 
     `inputs` and `outputs` are indices of leaves of `(call, saved, cotangents)`. The function differentiates along
     `tangents` of the leaves at `inputs`, and returns the tangents of the gradients of those at `outputs`. `totals` are
-    the gradients `s` of the states. If the tangents of the states, which are saved, are among `tangents`, they are not
+    the gradients `s` of the states. Of a cell with one state, tangents of the states that are among `tangents` are not
     computed.
     """
     count = len(jax.tree.leaves(call))
@@ -87,12 +86,12 @@ def run_hessian(
         steps = _Steps(spec, call, saved, moving)
         dx = [along.get(i, jnp.zeros_like(x)) for i, x in zip(moving, steps.values, strict=True)]
         by_index = {}
-        if of_states in along and len(steps.states) == 1:
+        if of_states in along and len(spec.cell.states) == 1:
             d_states: States = (along[of_states],)
         else:
             last, d_states = steps.tangent(dx)
             by_index = dict(enumerate(jax.tree.leaves(steps.results(last, d_states)), first_cotangent))
-        at, d_at = (steps.states, *steps.values), (d_states, *dx)
+        at, d_at = (steps.states(), *steps.values), (d_states, *dx)
         gates, d_gates = jax.jvp(lambda *x: steps.pull_step(s, steps.gates(*x)), at, d_at)
         change, *parts = jax.jvp(steps.pull_gates, (gates, *at), (d_gates, *d_at))[1]
         by_index |= zip(moving, parts, strict=True)
@@ -102,7 +101,8 @@ def run_hessian(
         both = jax.jvp(steps.pull_gates, (gates, *at), (d_gates, *d_at))[1][1:]
         for i, x in zip(moving, both, strict=True):
             by_index[i] = by_index[i] + of_first[i].astype(x.dtype) if i in of_first else x
-        if spec.uses_tf32 and has_weight_grads_launch(spec, call.xs):
+        of_weights = steps.indices_of_weights.intersection(outputs)
+        if of_weights and spec.uses_tf32 and has_weight_grads_launch(spec, call.xs):
             by_index |= steps.weight_grads(gates, d_gates, d_states, along)
         return [by_index[i] for i in outputs]
 
@@ -128,9 +128,8 @@ class _Steps:
         self._outputs += [_bridge.Output(f"{s}_last", f32, spec.hidden, stepped=False) for s in spec.cell.states]
         self._hs = saved["hs"]
 
-    @functools.cached_property
     def states(self) -> States:
-        """The states of all steps. Only hidden ones were saved, and a launch computes the others again."""
+        """Returns the states of all steps. Only hidden ones were saved, and a launch computes the others again."""
         spec, call = self.spec, self.call
         if len(spec.cell.states) == 1:
             return (self._hs,)
@@ -138,6 +137,11 @@ class _Steps:
         weights = forward_weights(spec, call.params)
         results = launch_forward(spec, call, weights, call.states, first_steps, self._outputs)
         return tuple(results[f"{s}s"] for s in spec.cell.states)
+
+    @property
+    def indices_of_weights(self) -> set[int]:
+        """The indices of weights and biases among the leaves of the call."""
+        return set(jax.tree.leaves(self._indices.params))
 
     def gates(self, states: States, *values: Array) -> tuple[list[Array], Array | None, States]:
         """Returns what the cell's step takes, for all steps: gates, `x_last`, and the states before each step.
@@ -176,15 +180,18 @@ class _Steps:
         d_call = jax.tree.unflatten(
             self._structure, [along.get(i, jnp.zeros_like(x)) for i, x in enumerate(self._leaves)]
         )
-        factors = (self.call, self.states, d_gates), (d_call._replace(resets=self.call.resets), d_states, gates)
+        factors = (self.call, self._hs, d_gates), (d_call._replace(resets=self.call.resets), d_states[0], gates)
         of_gates, of_states = (self._launch_weight_grads(*each) for each in factors)
-        indices = self._indices.params._asdict()
-        return {indices[name]: x + of_states[name] if x.ndim > 1 else x for name, x in of_gates.items()}
+        found = {}
+        for name, x in of_gates.items():
+            both = x + of_states[name] if x.ndim > 1 else x
+            found[getattr(self._indices.params, name)] = both.astype(getattr(self.call.params, name).dtype)
+        return found
 
-    def _launch_weight_grads(self, call: Call, states: States, gates: Any) -> dict[str, Array]:
+    def _launch_weight_grads(self, call: Call, hs: Array, gates: Any) -> dict[str, Array]:
         """Returns the gradients of weights and biases, given those of gates and `x_last`, by a launch."""
         of_gates, x_last, _ = gates
-        history = History({"h": states[0]}, {"h": call.states[0]}, {})
+        history = History({"h": hs}, {"h": call.states[0]}, {})
         dxp = jnp.concatenate(of_gates if x_last is None else [*of_gates[:-1], x_last], axis=-1)
         hidden_grads = {} if x_last is None else {"dhn": of_gates[-1]}
         return launch_weight_grads(self.spec, call, history, None, None, dxp, hidden_grads)

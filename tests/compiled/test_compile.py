@@ -198,11 +198,13 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cell", [name for name, spec in CELLS.items() if spec.has_tangent_loop])
 def test_derivatives_of_passes_fit_and_do_not_spill(target, full, whole, cell, kind):
-    """Tangents, and backward passes that write the gradients of all states."""
+    """Tangents, and backward passes that write the gradients of all states, or those of the gates in float32."""
     device, problems = TARGETS[target], []
+    kinds = {"direction": "fwd", "tangent": True}, {"direction": "bwd", "totals": True}
+    kinds += ({"direction": "bwd", "gate_dtype": "float32"},) if kind == "bf16" else ()
     some = (32, 64, 119, 127, 128, 300) if whole else (64, 127, 128, 300)
     for hidden, batch in itertools.product((24, *some, 100, 448, 1025) if full else some, (16, 2048)):
-        for further in ({"direction": "fwd", "tangent": True}, {"direction": "bwd", "totals": True}):
+        for further in kinds:
             p = make_problem(cell, kind=kind, hidden=hidden, batch=batch, **further)
             problems += [(p, tiling.heuristic(p, device))]
     bad = misfits([*problems, *in_pieces(problems, device)], device)

@@ -26,7 +26,7 @@ from calls import runner as runner_of
 
 import jaxrnn
 import jaxrnn.linen
-from jaxrnn import _bridge
+from jaxrnn import _bridge, cells
 from jaxrnn._bridge import derivatives
 from jaxrnn.kernel_vjp import chunks
 
@@ -302,11 +302,14 @@ def test_every_derivative_has_the_launches_that_it_needs(transform, implementati
 
 
 @kernels_only
-@pytest.mark.parametrize(("reverse", "stepped"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("reverse", "stepped", "bias_dtype"),
+    [(False, False, "float32"), (True, False, "float32"), (False, True, "float32"), (False, False, "float16")],
+)
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_launches_compute_gradients_of_weights_in_second_derivatives(
-    monkeypatch, cell, reverse, stepped, implementation
-):  # fmt: skip
+    monkeypatch, cell, reverse, stepped, bias_dtype, implementation
+):
     from torch_bridge import weight_grads
 
     monkeypatch.setattr(weight_grads, "is_profitable", lambda problem, device: True)
@@ -314,18 +317,22 @@ def test_launches_compute_gradients_of_weights_in_second_derivatives(
         monkeypatch.setattr(weight_grads, "Launch", weight_sums.Launch)
     width = 64
 
-    def product_of(implementation):
+    def function_of(implementation):
         options = {"precision": "default", "reverse": reverse}
         f, x = function(cell, implementation, jnp.float32, {"hidden": width, "stepped": stepped}, **options)
         gates = x["params"].w_hh.shape[1]
         weights = random_like(dict.fromkeys(("w_ih", "w_hh"), jnp.zeros((width, gates))))
+        weights[cells.CELLS[cell].bias] = random_like(jnp.zeros(gates, bias_dtype))
         x["params"] = x["params"]._replace(**jax.tree.map(lambda w: w / width**0.5, weights))
         x["xs"] = random_like(jnp.zeros((*x["xs"].shape[:-1], width)))
-        return functools.partial(hessian_product, f), x
+        return f, x
 
-    product, x = product_of(implementation)
+    f, x = function_of(implementation)
+    product = functools.partial(hessian_product, f)
     assert launches(product, x, of=("weight_grads",)) == (3,)  # of the gradient, and of each factor of its derivative
-    want = jax.jit(product_of("xla")[0])(x)
+    of_inputs = jax.grad(lambda xs, x: square(jax.grad(lambda xs: loss_of(f)(x | {"xs": xs}))(xs)))
+    assert launches(of_inputs, x["xs"], x, of=("weight_grads",)) == (0,)
+    want = jax.jit(functools.partial(hessian_product, function_of("xla")[0]))(x)
     for got, exact in zip(*map(jax.tree.leaves, (jax.jit(product)(x), want)), strict=True):
         assert cases.oracle.error(got, exact) <= 5e-3
 

@@ -849,7 +849,8 @@ def test_gradients_of_norms_ignore_padding_of_shards(norm):
 
 @pytest.mark.parametrize("left", [2 * B, 2 * B - 1, 2 * B - 2])
 @pytest.mark.parametrize("reset_state", ["zeros", "fixed", "stepped"])
-def test_gradients_of_weights_ignore_padding_of_shards(monkeypatch, platform, left, reset_state):
+@pytest.mark.parametrize("order", [1, 2])
+def test_gradients_of_weights_ignore_padding_of_shards(monkeypatch, platform, left, reset_state, order):
     from torch_bridge import weight_grads
 
     monkeypatch.setattr(weight_grads, "is_profitable", lambda problem, device: True)
@@ -868,6 +869,10 @@ def test_gradients_of_weights_ignore_padding_of_shards(monkeypatch, platform, le
         run = functools.partial(jaxrnn.gru, **options)
         return jnp.mean(run(params, jnp.zeros((left, H)), jnp.exp(xs)[:, :left])[1] ** 2)
 
-    got, want = (jax.jit(jax.grad(functools.partial(loss, name)))(params, xs) for name in ("triton", "xla"))
+    def derivative(implementation, params, xs):
+        gradient = jax.grad(functools.partial(loss, implementation))
+        return gradient(params, xs) if order == 1 else jax.jvp(gradient, (params, xs), (params, jnp.cos(xs)))[1]
+
+    got, want = (jax.jit(functools.partial(derivative, name))(params, xs) for name in ("triton", "xla"))
     for each, other in zip(got, want, strict=True):
         assert jnp.linalg.norm(each - other) <= 5e-3 * jnp.linalg.norm(other)

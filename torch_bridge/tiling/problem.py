@@ -91,6 +91,11 @@ class Problem:
         return self.reset_state == "zeros" and not dict(self.dtypes).keys() & rare
 
     @property
+    def has_wide_gates(self) -> bool:
+        """Whether the gradients of gates are float32 beside operands of 16 bits."""
+        return dict(self.dtypes).get("dxp", self.operand_dtype) != self.operand_dtype
+
+    @property
     def is_unaligned(self) -> bool:
         """Whether the row length rules out loads of four elements, so that addresses take more registers."""
         return self.hidden % 4 != 0

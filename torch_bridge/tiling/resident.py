@@ -101,7 +101,7 @@ def _fits_batch_tile_16(problem: Problem) -> bool:
     There is none with a norm or for a tangent, whose values by sequence have the layout of tiles of eight. With
     gradients of gates in float32 beside 16-bit operands, 24 bytes more spill on compute capability 12.0.
     """
-    if dict(problem.dtypes).get("dxp", problem.operand_dtype) != problem.operand_dtype:
+    if problem.has_wide_gates:
         return False
     gru = problem.tilings == "gru" and problem.hidden == 128 and not problem.norm_width and not problem.tangent
     return gru and problem.has_only_common_arrays and (problem.direction == "fwd" or product_kind(problem) == "16-bit")

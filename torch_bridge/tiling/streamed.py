@@ -257,8 +257,9 @@ def shared_configs(problem: Problem, device: Device) -> list[tuple[float, Shared
         splits = cdiv(problem.hidden, block_h)
         if not 1 < splits <= device.multiprocessors:
             continue
-        # with one gate and gradients of all states, 16 to 32 bytes spill on compute capability 12.0
-        if block_b == 32 and CELLS[problem.cell].gates == 1 and "total_dh" in dict(problem.dtypes):
+        # with one gate, 8 to 32 bytes spill on compute capability 12.0 for gradients of all states, or in float32
+        more = "total_dh" in dict(problem.dtypes) or problem.has_wide_gates
+        if block_b == 32 and CELLS[problem.cell].gates == 1 and more:
             continue
         config = SharedStreamed(block_h, block_b, block_k, splits, num_warps, num_stages)
         while config.shared_memory(problem) > device.shared_memory and config.num_stages > 2:
