@@ -538,6 +538,26 @@ def store_residuals(a, rows, unit, mask, saved, H: gl.constexpr, COUNT: gl.const
 
 
 @gluon.jit
+def load_factors(a, at, mask):
+    """Loads the residuals after the local gradients; returns a tuple."""
+    factors = ()
+    if a.dc_dh_ptr is not None:
+        factors += (gl.load(a.dc_dh_ptr + at, mask=mask, other=0.0),)
+    if a.carry_gate_ptr is not None:
+        factors += (gl.load(a.carry_gate_ptr + at, mask=mask, other=0.0),)
+    return factors
+
+
+@gluon.jit
+def in_float32(values):
+    """Returns a tuple's elements in float32."""
+    converted = ()
+    for k in gl.static_range(len(values)):
+        converted += (values[k].to(gl.float32),)
+    return converted
+
+
+@gluon.jit
 def load_residuals(a, rows, unit, mask, H: gl.constexpr, COUNT: gl.constexpr, PACKED: gl.constexpr):
     """Loads what `store_residuals` stored, without unpacking the data; returns a tuple."""
     if PACKED:
@@ -547,10 +567,7 @@ def load_residuals(a, rows, unit, mask, H: gl.constexpr, COUNT: gl.constexpr, PA
         TYPE: gl.constexpr = packed_type(COUNT)
         at = rows * H + unit
         saved = (gl.load(a.local_grads_ptr.to(gl.pointer_type(TYPE), bitcast=True) + at, mask=mask, other=0),)
-        if a.dc_dh_ptr is not None:
-            saved += (gl.load(a.dc_dh_ptr + at, mask=mask, other=0.0),)
-        if a.carry_gate_ptr is not None:
-            saved += (gl.load(a.carry_gate_ptr + at, mask=mask, other=0.0),)
+        saved += load_factors(a, at, mask)
     return saved
 
 
@@ -563,9 +580,7 @@ def unpack_residuals(saved, COUNT: gl.constexpr, PACKED: gl.constexpr):
         factors = (carry_gate,)
     else:
         local_grads = unpack(saved[0], COUNT)
-        factors = ()
-        for k in gl.static_range(1, len(saved)):
-            factors += (saved[k].to(gl.float32),)
+        factors = in_float32(saved[1:])
     return local_grads, factors
 
 

@@ -86,13 +86,13 @@ class Problem:
 
     @property
     def has_only_common_arrays(self) -> bool:
-        """Whether the problem has no reset state, no cell states or gradients of states of every step."""
+        """Says whether the launch has no reset state, and no cell states or gradients of states for every step."""
         rare = {"cs", "dcs", "dreset_h", "total_dh"}
         return self.reset_state == "zeros" and not dict(self.dtypes).keys() & rare
 
     @property
     def has_wide_gates(self) -> bool:
-        """Whether the gradients of gates are float32 beside operands of 16 bits."""
+        """Says whether the launch writes gradients of gates in float32 while its operands have 16 bits."""
         return dict(self.dtypes).get("dxp", self.operand_dtype) != self.operand_dtype
 
     @property

@@ -28,8 +28,10 @@ from torch_bridge.kernels.gluon_common import (
     fixed_reset_states,
     forward_rows,
     has_last_step,
+    in_float32,
     is_first_step,
     is_last_step,
+    load_factors,
     load_inputs,
     load_statistics,
     normalized_state,
@@ -110,26 +112,6 @@ def _count(config):
 
 
 @gluon.jit
-def _load_factors(a, at, mask):
-    """Loads the residuals after the local gradients; returns a tuple."""
-    factors = ()
-    if a.dc_dh_ptr is not None:
-        factors += (gl.load(a.dc_dh_ptr + at, mask=mask, other=0.0),)
-    if a.carry_gate_ptr is not None:
-        factors += (gl.load(a.carry_gate_ptr + at, mask=mask, other=0.0),)
-    return factors
-
-
-@gluon.jit
-def _in_float32(values):
-    """Returns a tuple's elements in float32."""
-    converted = ()
-    for k in gl.static_range(len(values)):
-        converted += (values[k].to(gl.float32),)
-    return converted
-
-
-@gluon.jit
 def _load_step(i, a, tile, config: gl.constexpr):
     """Loads what step min(i, steps - 1) reads: input projections by gate, resets, and the statistics of a norm.
 
@@ -144,7 +126,7 @@ def _load_step(i, a, tile, config: gl.constexpr):
     if config.TANGENT:
         at = row * H + tile.unit
         local_grads = load_local_grads(a.local_grads_ptr, at, tile.mask, _count(config))
-        saved = (local_grads, _load_factors(a, at, tile.mask))
+        saved = (local_grads, load_factors(a, at, tile.mask))
     return x, load_reset(a.reset_ptr, row), load_statistics(a.x_norm_ptr, a.x_mean_ptr, row, row >= 0), saved
 
 
@@ -195,7 +177,7 @@ def _forward_step(i, states, inputs, buffers, weights, fixed, a, tile, config: g
     inputs = _load_step(i + config.DEPTH, a, tile, config)
     if config.TANGENT:
         local_grads = unpack_local_grads(saved[0], _count(config))
-        states = config.STEP(gates, x, before, local_grads, _in_float32(saved[1]))
+        states = config.STEP(gates, x, before, local_grads, in_float32(saved[1]))
     else:
         states, activations = config.STEP(gates, x[GATES - 1].to(gl.float32), before, ACCURACY)
     live = runs(tile.mask, tile, i, config.PIECES)  # nothing is stored for a step past the last
@@ -274,7 +256,7 @@ def _load_saved(i, a, tile, config: gl.constexpr):
     mask = tile.mask
     row = backward_rows(tile, i, config.REVERSE)
     at = row * config.H + tile.unit
-    factors = _load_factors(a, at, mask)
+    factors = load_factors(a, at, mask)
     dys = (gl.load(a.dhs_ptr + at, mask=mask, other=0.0),)
     if a.dcs_ptr is not None:
         dys += (gl.load(a.dcs_ptr + at, mask=mask, other=0.0),)
@@ -295,7 +277,7 @@ def _backward_step(i, dstates, saved, buffers, w, a, tile, config: gl.constexpr)
     unit = tile.unit
     packed, stored_factors, dys, reset, of_norm = saved
     local_grads = unpack_local_grads(packed, config.COUNT)
-    factors = _in_float32(stored_factors)
+    factors = in_float32(stored_factors)
     dh = dstates[0] + dys[0].to(gl.float32)
     if NORM_WIDTH > 0:
         dnorm = gl.sum(rounded_product(dh, local_grads[GATES]), axis=0)
