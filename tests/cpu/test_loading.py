@@ -483,11 +483,14 @@ def test_a_failure_of_the_driver_is_retried_and_a_success_is_not(monkeypatch):
 def test_operators_launch_kernels_again_after_a_failure_of_the_driver(monkeypatch):
     import torch
 
-    from torch_bridge import gpu, norm_ops
+    from torch_bridge import availability, gpu, norm_ops
     from torch_bridge.rnn_ops import implementation
     from torch_bridge.tiling import Device
 
     pretend_gpus(monkeypatch, Device())
+    for module in (implementation, norm_ops):  # with caches of this test, not of what ran before
+        again = availability.cached_reason(module._unsupported.__wrapped__)
+        monkeypatch.setattr(module, "_unsupported", again)
     device, reasons = torch.device("cuda:0"), ["RuntimeError: out of memory"] * 2 + [None] * 2
     monkeypatch.setattr(gpu, "driver_fails", lambda: reasons.pop(0))
     ask = (
