@@ -194,11 +194,21 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
     assert not bad, "\n".join(bad)
 
 
-@every_target
+TANGENTS = [name for name, spec in CELLS.items() if spec.has_tangent_loop]
+# Cells other than these take the tilings of a cell with at least as many gates, in derivatives too.
+WITH_MOST_GATES = ("gru", "lstm")
+
+
+@pytest.mark.parametrize(
+    ("cell", "target"),
+    [(cell, target) for cell in TANGENTS for target in (TARGETS if cell in WITH_MOST_GATES else OWN_PTX)],
+)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cell", [name for name, spec in CELLS.items() if spec.has_tangent_loop])
 def test_derivatives_of_passes_fit_and_do_not_spill(target, full, whole, cell, kind):
-    """Tangents, and backward passes that write the gradients of all states, or those of the gates in float32."""
+    """Tangents, and backward passes that write the gradients of all states, or those of the gates in float32.
+
+    Those of cells with fewer gates are dealt to the targets.
+    """
     device, problems = TARGETS[target], []
     kinds = {"direction": "fwd", "tangent": True}, {"direction": "bwd", "totals": True}
     kinds += ({"direction": "bwd", "gate_dtype": "float32"},) if kind == "bf16" else ()
@@ -207,7 +217,12 @@ def test_derivatives_of_passes_fit_and_do_not_spill(target, full, whole, cell, k
         for further in kinds:
             p = make_problem(cell, kind=kind, hidden=hidden, batch=batch, **further)
             problems += [(p, tiling.heuristic(p, device))]
-    bad = misfits([*problems, *in_pieces(problems, device)], device)
+    problems += in_pieces(problems, device)
+    if not full and cell not in WITH_MOST_GATES:
+        # the first in turn changes with each round, so that a target has every kind and batch
+        among, mine = len(OWN_PTX), OWN_PTX.index(target)
+        problems = [way for k, way in enumerate(problems) if (k + k // among) % among == mine]
+    bad = misfits(problems, device)
     assert not bad, "\n".join(bad)
 
 
