@@ -226,6 +226,20 @@ def test_derivatives_of_passes_fit_and_do_not_spill(target, full, whole, cell, k
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(("cell", "hidden"), [("gru", 32), ("gru", 64), ("gru", 128), ("lstm", 128)])
+def test_lanes_of_a_warp_run_the_same_steps_of_a_piece(cell, hidden, direction):
+    """If ptxas does not see that they do, it synchronizes them at each step, which takes 25 cycles."""
+    from torch_bridge.recurrences import Launch
+
+    device = PROFILES["h200"]
+    p = make_problem(cell, direction, "tf32", hidden, 16, steps=1024)
+    config = tiling.heuristic(p, device)
+    assert config.pieces > 1
+    (kernel,) = Launch(p, device, config).compile()
+    assert "WARPSYNC" not in cubins.text_of(kernel.asm["cubin"], "nvdisasm", "-c")
+
+
 def of_split_registers(problem: Problem, device: Device) -> list[tuple[Problem, KernelConfig]]:
     """Returns the tilings of the loop "split_registers" for a problem, also those that `heuristic` does not pick."""
     return [(problem, c) for c in tiling.candidates(problem, device) if c.loop == "split_registers"]

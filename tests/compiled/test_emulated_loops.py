@@ -243,8 +243,8 @@ def test_loops_match_float64_without_races(case, cell, direction):
 
 # Each with the number of pieces into which a sequence may be cut: more or fewer than there are steps or columns.
 IN_PIECES = [
-    (Case("resident", "tf32", 64, 3, 24, block_b=2, reset_state="stepped"), 5),
-    (Case("resident", "bf16", 37, 5, 17, block_b=8, reset_state="fixed", reverse=True, groups=2), 3),
+    (Case("resident", "tf32", 64, 3, 24, block_b=1, reset_state="stepped"), 5),
+    (Case("resident", "bf16", 37, 5, 17, block_b=1, reset_state="fixed", reverse=True, groups=2), 3),
     (Case("resident", "tf32", 40, 2, 9, block_b=1, reverse="bidirectional"), 12),
     (Case("fma", "tf32", 20, 2, 21, reset_state="stepped", groups=2), 4),
     (Case("fma", "tf32x3", 64, 2, 17, reset_state="fixed", reverse="bidirectional"), 3),

@@ -87,3 +87,13 @@ class Tile(NamedTuple):
     steps: Any  # number of steps of each: T, or those of the piece, at least 1
     longest: Any  # number of steps that the program runs: T, or those of its longest piece, 0 if it has none
     begin: Any  # first step of each piece, or 0 if a sequence is one piece
+
+
+class Piece(NamedTuple):
+    """The place in the arrays of a program that runs a piece of one sequence; all are scalars."""
+
+    seq: Any  # the sequence, counted over all groups
+    row: Any  # as in `Tile`
+    stride: Any  # as in `Tile`
+    begin: Any  # first step
+    steps: Any  # number of steps, 0 if there is no such piece

@@ -21,7 +21,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torch_bridge.kernels.arrays import Tile
+from torch_bridge.kernels.arrays import Piece, Tile
 from torch_bridge.kernels.common import (
     BIDIRECTIONAL,
     RESET_FIXED,
@@ -120,14 +120,28 @@ def states_without_empty_columns(states, BLOCK_B: gl.constexpr):
 
 @gluon.jit
 def locate_tile(
-    model, nth, sizes, reset_ptr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+    model, nth, sizes, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Locates the tile of this number of a model, for a program that has all units."""
+    """Locates the tile of this number of a model, for a program that has all units of whole sequences."""
     COLS: gl.constexpr = columns(BLOCK_B)
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     sequence, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
-    return locate_columns(model, nth * BLOCK_B + sequence, taken, sizes, reset_ptr, unit, H, REVERSE)
+    return locate_columns(model, nth * BLOCK_B + sequence, taken, sizes, None, unit, H, REVERSE)
+
+
+@gluon.jit
+def locate_tile_of_piece(piece, T, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, UNITS: gl.constexpr):
+    """Locates the tile whose sequence is a piece that `locate_piece` found, for a program that has all units."""
+    gl.static_assert(BLOCK_B == 1, "a program has a piece of one sequence")
+    COLS: gl.constexpr = columns(BLOCK_B)
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, UNITS)
+    _, taken = sequence_of_column(gl.arange(0, COLS, COLUMNS), BLOCK_B, COLS)
+    seq = gl.full([COLS], piece.seq, gl.int64, COLUMNS)
+    row = gl.full([COLS], piece.row, gl.int64, COLUMNS)
+    mask = (unit < H)[:, None] & taken[None, :]
+    return Tile(T, seq, row, piece.stride, unit, mask, taken, piece.steps, piece.steps, piece.begin)
 
 
 @gluon.jit
@@ -168,17 +182,30 @@ def row_of_piece(row, begin, stride, REVERSE: gl.constexpr):
         return row - begin * stride
 
 
-# Steps that a program looks at in a turn of the search, which waits for memory once. With few, the search would take a
-# few percent of a loop without resets, whose steps are as short as 0.3 us.
+# Steps that a program, or each warp by itself, looks at in a turn of the search, which waits for memory once. With few,
+# the search would take a few percent of a loop without resets, whose steps are as short as 0.3 us.
 _STEPS_OF_TURN = gl.constexpr(512)
+_STEPS_OF_WARP = gl.constexpr(256)
+
+
+@gluon.jit
+def _chunk_of_piece(piece, pieces, T):
+    """Returns the first step of the chunk of time in which a piece begins, and the one before which the chunk ends.
+
+    Time is cut into `pieces` chunks. A piece begins with the first step of its chunk at which an episode starts, the
+    first one with step 0, and ends where the next one begins. Of a chunk without such a step there is no piece. A step
+    is thus run by one piece, after all that it depends on.
+    """
+    size = (T + pieces - 1) // pieces
+    start = gl.minimum(piece * size, T)
+    return start, gl.minimum(start + size, T)
 
 
 @gluon.jit
 def _first_reset(reset_ptr, row, stride, start, stop, T, offset, REVERSE: gl.constexpr):
     """Returns the first step at which an episode starts, of those from `start` on and before `stop`; otherwise `stop`.
 
-    `start`, `stop` and `row` are `[columns]` and `offset`, which numbers steps, is `[steps, 1]`; or they are scalars,
-    and `offset` is `[steps]`.
+    `start`, `stop` and `row` are `[columns]`. `offset`, `[steps, 1]`, numbers steps.
     """
     STEPS: gl.constexpr = offset.shape[0]
     LOOKS: gl.constexpr = _STEPS_OF_TURN // STEPS
@@ -188,14 +215,9 @@ def _first_reset(reset_ptr, row, stride, start, stop, T, offset, REVERSE: gl.con
     more = 1
     while more > 0:
         for look in gl.static_range(LOOKS):
-            if len(offset.shape) == 2:
-                step = (start + looked)[None, :] + offset
-                live = looking[None, :] & (step < stop[None, :])
-                at = row[None, :] + step_time(step, T, REVERSE) * stride
-            else:
-                step = start + looked + offset
-                live = looking & (step < stop)
-                at = row + step_time(step, T, REVERSE) * stride
+            step = (start + looked)[None, :] + offset
+            live = looking[None, :] & (step < stop[None, :])
+            at = row[None, :] + step_time(step, T, REVERSE) * stride
             seen = gl.where(load_reset(reset_ptr, at, live), step, T)
             if look == 0:
                 first = seen
@@ -204,24 +226,17 @@ def _first_reset(reset_ptr, row, stride, start, stop, T, offset, REVERSE: gl.con
             looked += STEPS
         found = gl.minimum(found, gl.min(first, axis=0))
         looking = looking & (found == stop) & (start + looked < stop)
-        more = looking.to(gl.int32)
-        if len(offset.shape) == 2:
-            more = gl.max(more, axis=0)
+        more = gl.max(looking.to(gl.int32), axis=0)
     return found
 
 
 @gluon.jit
 def find_piece(reset_ptr, row, stride, piece, pieces, T, offset, REVERSE: gl.constexpr):
-    """Returns the step with which a piece of a sequence begins, and the one before which it ends.
+    """Returns the steps with which pieces begin, and those before which they end; 0 and 0 where there is no piece.
 
-    Time is cut into `pieces` chunks. A piece begins with the first step of its chunk at which an episode starts, the
-    first one with step 0, and ends where the next one begins. Of a chunk without such a step there is no piece: begin
-    and end are 0. A step is thus run by one piece, after all that it depends on. The other arguments are those of
-    `_first_reset`.
+    `_chunk_of_piece` defines a piece. The other arguments are those of `_first_reset`.
     """
-    size = (T + pieces - 1) // pieces
-    start = gl.minimum(piece * size, T)
-    stop = gl.minimum(start + size, T)
+    start, stop = _chunk_of_piece(piece, pieces, T)
     begin = _first_reset(reset_ptr, row, stride, gl.where(piece == 0, stop, start), stop, T, offset, REVERSE)
     begin = gl.where(piece == 0, 0, begin)
     exists = begin < stop
@@ -229,10 +244,47 @@ def find_piece(reset_ptr, row, stride, piece, pieces, T, offset, REVERSE: gl.con
     return gl.where(exists, begin, 0), gl.where(exists, end, 0)
 
 
+@gluon.constexpr_function
+def _steps_layout(steps, warps):
+    """Returns the layout of a value per step, `[steps]`, of which every warp has all."""
+    registers = [[32 << bit] for bit in range((steps // 32).bit_length() - 1)]
+    lanes = [[1 << bit] for bit in range(5)]
+    return gl.DistributedLinearLayout(registers, lanes, [[0]] * (warps.bit_length() - 1), [], [steps])
+
+
+@gluon.jit
+def locate_piece(model, number, sizes, reset_ptr, REVERSE: gl.constexpr):
+    """Locates the piece of this number of a model, for a program that runs one: piece s of sequence q is s * Q + q.
+
+    `_chunk_of_piece` defines a piece. Every warp finds its bounds by itself, as minima over its lanes, without a
+    barrier. ptxas sees that such a minimum is the same for all lanes, and compiles the loop over steps as if its length
+    were an argument of the kernel. If lanes could leave that loop one by one, each step would take 25 cycles more.
+    """
+    T, B, Q, pieces = sizes
+    sequences = Q.to(gl.int32)
+    seq = model * Q + number % sequences
+    row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
+    start, stop = _chunk_of_piece(number // sequences, pieces, T)
+    offset = gl.arange(0, _STEPS_OF_WARP, _steps_layout(_STEPS_OF_WARP, gl.num_warps()))
+    begin = gl.where(start == 0, 0, T)
+    end = T
+    looked = start
+    more = start < T
+    while more:
+        step = looked + offset
+        found = load_reset(reset_ptr, row + step_time(step, T, REVERSE) * stride, step < T)
+        begin = gl.minimum(begin, gl.min(gl.where(found & (step < stop), step, T), axis=0))
+        end = gl.minimum(end, gl.min(gl.where(found & (step >= stop), step, T), axis=0))
+        looked += _STEPS_OF_WARP
+        more = (looked < T) & (end == T)
+    end = gl.where(begin < stop, end, begin)
+    return Piece(seq, row_of_piece(row, begin, stride, REVERSE), stride, begin, end - begin)
+
+
 @gluon.jit
 def _of_columns(mask, condition):
-    """Returns which of the states in `mask` belong to columns for which a condition holds."""
-    if len(mask.shape) == 2:
+    """Returns which of the states in `mask` belong to columns for which a condition holds, which may be a scalar."""
+    if len(mask.shape) == 2 and len(condition.shape) == 1:
         condition = condition[None, :]
     return mask & condition
 

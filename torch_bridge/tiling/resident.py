@@ -34,8 +34,11 @@ class Resident(OneProgram):
         return self.block_h // 16
 
     def fewest_pieces(self, problem: Problem, device: Device) -> int:
-        """Returns two, and none for an LSTM of an unaligned width: with 127 units, 8 bytes spill on Blackwell."""
-        return 0 if problem.tilings == "lstm" and problem.is_unaligned else 2
+        """Returns two, and none for tiles of several sequences, nor for an LSTM of an unaligned width.
+
+        Where sequences leave SMs free, tiles are of one. With 127 units, an LSTM spills 8 bytes on Blackwell.
+        """
+        return 0 if self.block_b > 1 or (problem.tilings == "lstm" and problem.is_unaligned) else 2
 
     def shared_memory(self, problem: Problem) -> int:
         """Returns an upper bound, in bytes.

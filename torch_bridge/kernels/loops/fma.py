@@ -225,6 +225,9 @@ def forward_kernel(
         norm_state_ptr, scale_ptr,
     )  # fmt: skip
     model, tile = locate(arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, REVERSE)
+    if pieces is not None:  # noqa: SIM102 - with `and`, whole sequences would have this branch, too
+        if tile.steps == 0:
+            return
     unit, mask = tile.unit, tile.mask
     inputs = no_loads()
     for k in gl.static_range(DEPTH):
@@ -345,6 +348,9 @@ def backward_kernel(
         total_dh_ptr, total_dc_ptr,
     )  # fmt: skip
     model, tile = locate(arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, REVERSE)
+    if pieces is not None:  # noqa: SIM102 - with `and`, whole sequences would have this branch, too
+        if tile.steps == 0:
+            return
     unit = tile.unit
     saved = no_loads()
     for k in gl.static_range(DEPTH):

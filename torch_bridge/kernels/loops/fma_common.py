@@ -27,7 +27,7 @@ from triton.experimental import gluon
 
 from torch_bridge.kernels.arrays import Tile
 from torch_bridge.kernels.common import clamp_to_float16, first_row, load_weight, time_order
-from torch_bridge.kernels.gluon_common import find_piece, pack, packed_type, row_of_piece, unpack
+from torch_bridge.kernels.gluon_common import locate_piece, pack, packed_type, unpack
 
 
 @gluon.constexpr_function
@@ -142,7 +142,7 @@ def sum_rows(parts, w):
 def locate(sizes, reset_ptr, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr):
     """Locates the sequence of this program, or its piece of one, in arrays of rows `[G, T, B]`.
 
-    Returns the model, and the tile that is the sequence. Pieces have the numbers that `locate_columns` gives them.
+    Returns the model, and the tile that is the sequence; it has no step if there is no such piece.
     """
     T, B, Q, pieces = sizes
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
@@ -153,15 +153,12 @@ def locate(sizes, reset_ptr, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl
         row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
         return model, Tile(T, seq, row, stride, unit, unit < H, True, T, T, 0)
     else:
-        number = gl.program_id(0)
-        model = (number // (Q * pieces)).to(gl.int64)
-        seq = model * Q + number % Q
-        row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
-        piece = (number % (Q * pieces) // Q).to(gl.int32)
-        begin, end = find_piece(reset_ptr, row, stride, piece, pieces, T, unit, REVERSE)
-        row = row_of_piece(row, begin, stride, REVERSE)
-        steps = gl.maximum(end - begin, 1)
-        return model, Tile(T, seq, row, stride, unit, unit < H, True, steps, end - begin, begin)
+        programs = Q.to(gl.int32) * pieces
+        model = (gl.program_id(0) // programs).to(gl.int64)
+        piece = locate_piece(model, gl.program_id(0) % programs, sizes, reset_ptr, REVERSE)
+        return model, Tile(
+            T, piece.seq, piece.row, piece.stride, unit, unit < H, True, piece.steps, piece.steps, piece.begin
+        )  # fmt: skip
 
 
 @gluon.jit

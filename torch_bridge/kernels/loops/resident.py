@@ -67,7 +67,9 @@ from torch_bridge.kernels.gluon_common import (
     load_states,
     load_statistics,
     load_weights,
+    locate_piece,
     locate_tile,
+    locate_tile_of_piece,
     no_residuals,
     normalized_state,
     pack_residuals,
@@ -430,11 +432,19 @@ def forward_kernel(
     )  # fmt: skip
     model = (gl.program_id(0) // tiles).to(gl.int64)
     nth = gl.program_id(0) % tiles
+    sizes = arrays.Sizes(T, B, Q, pieces)
+    if pieces is not None:
+        piece = locate_piece(model, nth, sizes, reset_ptr, REVERSE)
+        if piece.steps == 0:
+            return
     w, w_unscale, _ = _load_weights(
         w_hh_t_ptr + model * (GATES * H * H), H, H * H, H, BLOCK_H, GATES, DTYPE, ACC
     )  # fmt: skip
 
-    tile = locate_tile(model, nth, arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
+    if pieces is None:
+        tile = locate_tile(model, nth, sizes, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
+    else:
+        tile = locate_tile_of_piece(piece, T, H, BLOCK_H, BLOCK_B, UNITS)
     unit = tile.unit
     b_hn = 0.0
     if SEPARATE and not TANGENT:
@@ -700,11 +710,19 @@ def backward_kernel(
     )  # fmt: skip
     model = (gl.program_id(0) // tiles).to(gl.int64)
     nth = gl.program_id(0) % tiles
+    sizes = arrays.Sizes(T, B, Q, pieces)
+    if pieces is not None:
+        piece = locate_piece(model, nth, sizes, reset_ptr, REVERSE)
+        if piece.steps == 0:
+            return
     weights = _load_weights(
         w_hh_ptr + model * (GATES * H * H), GATES * H, H, H, BLOCK_H, GATES, DTYPE, ACC
     )  # fmt: skip
 
-    tile = locate_tile(model, nth, arrays.Sizes(T, B, Q, pieces), reset_ptr, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
+    if pieces is None:
+        tile = locate_tile(model, nth, sizes, H, BLOCK_H, BLOCK_B, REVERSE, UNITS)
+    else:
+        tile = locate_tile_of_piece(piece, T, H, BLOCK_H, BLOCK_B, UNITS)
     dstates = load_states(
         dh_last_ptr, dc_last_ptr, tile.seq[None, :] * H + tile.unit[:, None], has_last_step(tile, config.PIECES)
     )
