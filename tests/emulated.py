@@ -51,7 +51,7 @@ def run(launch: Launch, arrays: Mapping[str, Tensor], kernels: Sequence[Kernel],
             name: scalars[name] if name in scalars else tensors[name.removesuffix("_ptr")].view(torch.uint8).numpy()
             for name in names
         }
-        kernel.launch(call.grid, values, seed=seed)
+        kernel.launch(call.grid, values, cluster=call.cluster, seed=seed)
 
 
 def unpack_words(x: Tensor) -> dict[str, Tensor]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch_bridge.tiling import Device
 
+# Numbers of `CUfunction_attribute` in cuda.h.
+_MAX_DYNAMIC_SHARED_SIZE, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
 # Numbers of `CUdevice_attribute` in cuda.h.
 _MULTIPROCESSORS, _THREADS_PER_MULTIPROCESSOR, _MAJOR, _MINOR, _SHARED_MEMORY_OPTIN = 16, 39, 75, 76, 97
 
@@ -52,6 +54,19 @@ def device(ordinal: int) -> Device:
         attribute(_THREADS_PER_MULTIPROCESSOR),
         name=name.value.decode(),
     )
+
+
+def allow_clusters(function: int, shared_memory: int) -> None:
+    """Lets a loaded kernel run in clusters of up to 16 programs with so many bytes of dynamic shared memory.
+
+    Triton's launcher allows clusters of 16 alone. Its loader asks for dynamic shared memory beyond 48 KB, but not where
+    it is beyond that together with the kernel's static shared memory.
+
+    Raises:
+      DriverError: a program has less shared memory.
+    """
+    _call("cuFuncSetAttribute", ctypes.c_void_p(function), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    _call("cuFuncSetAttribute", ctypes.c_void_p(function), _MAX_DYNAMIC_SHARED_SIZE, shared_memory)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from triton.compiler import CompiledKernel
 
-from torch_bridge import compiler, gpu, kernel_cache
+from torch_bridge import compiler, cuda_driver, gpu, kernel_cache
 from torch_bridge.kernels import names
 from torch_bridge.tiling import Device
 
@@ -27,13 +27,16 @@ class Arguments:
             (i, name.removesuffix("_ptr")) for i, name in enumerate(kernel.arg_names) if name not in values
         ]
 
-    def run(self, compiled: CompiledKernel, grid: int, stream: int, addresses: Mapping[str, int]) -> None:
-        """Launches `grid` programs on a stream, given the address of every array by name."""
+    def run(self, compiled: CompiledKernel, grid: int, cluster: int, stream: int, addresses: Mapping[str, int]) -> None:
+        """Launches `grid` programs, in clusters of `cluster`, on a stream, given the address of every array by name."""
         arguments = self._values.copy()
         for i, name in self._pointers:
             arguments[i] = addresses[name]
+        metadata = compiled.packed_metadata
+        if cluster > 1:  # in place of Triton's own clusters, whose programs it makes from one
+            metadata, grid = (metadata[0], cluster, *metadata[2:]), grid // cluster
         # the three None are the metadata of the launch, and the hooks before and after it
-        compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        compiled.run(grid, 1, 1, stream, compiled.function, metadata, None, None, None, *arguments)
 
 
 class _Function:
@@ -62,6 +65,7 @@ class KernelCall(NamedTuple):
       scalars: values of its other arguments by name.
       options: options of the compiler by name, such as num_warps.
       grid: number of programs.
+      cluster: number of programs of a cluster.
     """
 
     function: Any
@@ -70,6 +74,7 @@ class KernelCall(NamedTuple):
     scalars: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, Any], ...]
     grid: int
+    cluster: int = 1
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -140,8 +145,8 @@ class Binary(NamedTuple):
         ]
         parameters += [("null", None)] * 2  # Triton's pointers to scratch memory
         return cls(
-            compiled.kernel, compiled.name, capability, call.grid * metadata.num_ctas,
-            metadata.num_warps * metadata.warp_size, metadata.shared, metadata.num_ctas,
+            compiled.kernel, compiled.name, capability, call.grid, metadata.num_warps * metadata.warp_size,
+            metadata.shared, call.cluster,
             bool(metadata.launch_cooperative_grid), bool(metadata.launch_pdl), tuple(parameters),
         )  # fmt: skip
 
@@ -175,7 +180,7 @@ class Launch:
         self.kernels: list[KernelCall] = []
         self.workspaces: list[tuple[str, int, str, bool]] = []
         self._device = device
-        self._ready: dict[int, list[tuple[CompiledKernel, int, Arguments]]] = {}
+        self._ready: dict[int, list[tuple[CompiledKernel, int, int, Arguments]]] = {}
 
     @property
     def allows_early_start(self) -> bool:
@@ -184,15 +189,15 @@ class Launch:
 
     def add(
         self, function: Any, grid: int, num_warps: int, dtypes: Mapping[str, str], constants: Mapping[str, Any],
-        scalars: Mapping[str, Any], side_by_side: int = 1, *, early: bool = False, **options: Any,
+        scalars: Mapping[str, Any], side_by_side: int = 1, *, early: bool = False, cluster: int = 1, **options: Any,
     ) -> None:  # fmt: skip
         """Appends a kernel. Names in `dtypes`, `constants` and `scalars` that are not its arguments are ignored.
 
         Its arrays that `dtypes` does not name are None. With `early`, the kernel may start before the previous one has
         ended, and must call `kernels.sums.wait_for_dependencies` before it reads what that one wrote.
         `side_by_side` is the number of programs per SM for which there must be enough registers; it limits the
-        registers per thread. Without a limit, ptxas aims at several programs per SM and spills. `options` are further
-        options of the compiler.
+        registers per thread. Without a limit, ptxas aims at several programs per SM and spills. `cluster` programs are
+        a cluster. `options` are further options of the compiler.
         """
         pointers = [name for name in function.arg_names if name.endswith("_ptr")]
         array_dtypes = {
@@ -211,6 +216,7 @@ class Launch:
                 tuple((name, value) for name, value in scalars.items() if name in function.arg_names),
                 tuple(options.items()),
                 grid,
+                cluster,
             )
         )
 
@@ -224,9 +230,12 @@ class Launch:
         """Compiles the kernels and loads them onto a device. Must be called before a stream capture."""
         if len(self.kernels) > 1:
             self.begin_loading(ordinal)
+        loaded = [compiler.ensure_loaded(ordinal, compile_call, k.key, self._device.capability) for k in self.kernels]
+        for k, compiled in zip(self.kernels, loaded, strict=True):
+            if k.cluster > 1:
+                cuda_driver.allow_clusters(compiled.function, compiled.metadata.shared)
         self._ready[ordinal] = [
-            (compiler.ensure_loaded(ordinal, compile_call, k.key, self._device.capability), k.grid, k.arguments())
-            for k in self.kernels
+            (compiled, k.grid, k.cluster, k.arguments()) for k, compiled in zip(self.kernels, loaded, strict=True)
         ]
 
     def is_loaded(self, ordinal: int) -> bool:
@@ -250,8 +259,8 @@ class Launch:
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches the kernels on a device's stream, given the addresses of all arrays and workspaces by name."""
-        for compiled, grid, arguments in self._ready[ordinal]:
-            arguments.run(compiled, grid, stream, addresses)
+        for compiled, grid, cluster, arguments in self._ready[ordinal]:
+            arguments.run(compiled, grid, cluster, stream, addresses)
 
     def interpret(self, tensors: Mapping[str, Any]) -> None:
         """Runs the kernels in Triton's interpreter, on CPU tensors given by name."""

@@ -46,7 +46,8 @@ class Launch(launch.Launch):
         self.add(
             kernels.loop_kernel(self.config.loop, problem.direction), workers * self.config.splits,
             self.config.num_warps, dtypes, constants, scalars, num_stages=self.config.num_stages,
-            launch_cooperative_grid=self.config.splits > 1 and not device.interpreted,
+            launch_cooperative_grid=self.config.splits > self.config.cluster and not device.interpreted,
+            cluster=self.config.cluster,
         )  # fmt: skip
 
     def interpret(self, tensors: Mapping[str, Any]) -> None:

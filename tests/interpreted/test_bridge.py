@@ -484,7 +484,7 @@ def test_launch_passes_all_arguments_in_the_order_of_the_kernel(problem):
 
     launch = Launch(problem, Device())
     (call,), kernel = launch.kernels, Kernel()
-    launch._ready[1] = [(kernel, call.grid, call.arguments())]
+    launch._ready[1] = [(kernel, call.grid, call.cluster, call.arguments())]
     names = [name for name, _ in problem.dtypes] + [name for name, *_ in launch.workspaces]
     addresses = {name: 1000 + i for i, name in enumerate(names)}
     launch(stream=7, ordinal=1, addresses=addresses)

@@ -1,6 +1,7 @@
 """An emulator of PTX in NumPy: it runs kernels that Triton compiled for compute capability 8.0, without a GPU.
 
-`Kernel(ptx, name, shared, num_warps).launch(grid, arguments)` runs the programs of a launch. It raises `PTXError` for
+Kernels with clusters are for 9.0. `Kernel(ptx, name, shared, num_warps).launch(grid, arguments)` runs the programs of a
+launch. It raises `PTXError` for
 
 - an access out of bounds of its array or of shared memory, and a misaligned one,
 - a race: two warps access the same shared memory between two barriers, and one of them changes it,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.memory import GlobalMemory, SharedMemory
+from ptx.memory import ClusterMemory, GlobalMemory, SharedMemory
 from ptx.parse import ParsedKernel, PTXError
 from ptx.registers import SIZES, UNSIGNED
 from ptx.translate import Translator
@@ -27,9 +27,9 @@ class Kernel:
     """A kernel that can be launched.
 
     Args:
-      ptx: the text, from Triton for compute capability 8.0.
+      ptx: the text, from Triton for compute capability 8.0, or for 9.0 if it has clusters.
       name: of the kernel, or None for the first one.
-      shared: bytes of shared memory per program.
+      shared: bytes of dynamic shared memory per program.
       num_warps: warps per program.
 
     Raises:
@@ -40,17 +40,20 @@ class Kernel:
         self.parsed = ParsedKernel(ptx, name)
         if self.parsed.threads != 32 * num_warps:
             raise PTXError(f"{self.parsed.name} has {self.parsed.threads} threads, not {num_warps} warps")
-        self._translator, self._shared = Translator(self.parsed), shared
+        self._translator, self._shared = Translator(self.parsed), self.parsed.static + shared
         accesses = [one for one in self.parsed.instructions if one.parts[0] in ("ld", "st") and "shared" in one.parts]
         self._grain = min([SIZES[one.parts[-1]] for one in accesses], default=4)
 
-    def launch(self, grid: int, arguments: Mapping[str, Argument], *, seed: int | None = None) -> None:
+    def launch(
+        self, grid: int, arguments: Mapping[str, Argument], *, cluster: int = 1, seed: int | None = None
+    ) -> None:  # fmt: skip
         """Runs `grid` programs to their end.
 
         Args:
           grid: the number of programs.
           arguments: contiguous arrays, which are written in place, numbers, or None for null, by any name for messages,
             in the order of the parameters. Parameters without an argument are null.
+          cluster: the number of programs of a cluster, of which `grid` is a multiple.
           seed: of the random order in which warps and programs run, one warp at a time. With None, the programs take
             turns, and their warps run in lockstep where they can.
 
@@ -73,9 +76,10 @@ class Kernel:
         random = None if seed is None else np.random.default_rng(seed)
         with np.errstate(all="ignore"):
             programs = []
-            for index in range(grid):
-                shared = SharedMemory(self._shared, self._grain, self.parsed.lines)
-                programs.append(Program(self._translator, memory, shared, bits, index, grid))
+            for first in range(0, grid, cluster):
+                together = Cluster([SharedMemory(self._shared, self._grain, self.parsed.lines) for _ in range(cluster)])
+                for rank in range(cluster):
+                    programs.append(Program(self._translator, memory, together, rank, bits, first + rank, grid))
             running = {program: program.run(random) for program in programs}
             before, idle = -1, 0
             while running:
@@ -85,12 +89,33 @@ class Kernel:
                 for program in order:
                     if next(running[program], None) is None:
                         del running[program]
-                progress = memory.stores + sum(program.barriers for program in programs) - len(running)
+                progress = memory.stores + sum(p.barriers + p.shared.received for p in programs) - len(running)
                 before, idle = progress, 0 if progress != before else idle + 1
                 if idle > PATIENCE:
                     waiting = "; ".join(program.position() for program in list(running)[:4])
                     raise PTXError(f"{self.parsed.name}: {len(running)} programs wait without end: {waiting}")
         memory.write_back()
+
+
+class Cluster:
+    """The programs of a cluster, which may be one.
+
+    Args:
+      shared: the shared memory of each.
+    """
+
+    def __init__(self, shared: list[SharedMemory]) -> None:
+        self.shared = shared
+        self._arrived = 0
+
+    def arrive(self) -> int:
+        """Adds an arrival of a program at a barrier, and returns after how many arrivals it may go on."""
+        self._arrived += 1
+        return -(-self._arrived // len(self.shared)) * len(self.shared)
+
+    def waits(self, arrivals: int) -> bool:
+        """Returns whether there have been fewer arrivals."""
+        return self._arrived < arrivals
 
 
 class Program:
@@ -99,22 +124,26 @@ class Program:
     Args:
       translator: of the kernel.
       memory: global memory.
-      shared: the program's shared memory.
+      together: the program's cluster.
+      rank: the program's number in it.
       parameters: the bits of the parameters by name, each `[1]`.
       index: the number of the program.
       grid: the number of programs.
 
     Attributes:
+      shared: the program's shared memory.
+      cluster: that of the programs of its cluster.
       special: the special registers by name.
       copies: the asynchronous copies.
-      barriers: the number of barriers that all threads have passed.
+      barriers: the number of barriers at which all threads have been.
     """
 
     def __init__(
-        self, translator: Translator, memory: GlobalMemory, shared: SharedMemory, parameters: Mapping[str, NDArray],
-        index: int, grid: int,
+        self, translator: Translator, memory: GlobalMemory, together: Cluster, rank: int,
+        parameters: Mapping[str, NDArray], index: int, grid: int,
     ) -> None:  # fmt: skip
-        self.memory, self.shared = memory, shared
+        self.memory, self.shared, self._together = memory, together.shared[rank], together
+        self.cluster = ClusterMemory(together.shared, rank)
         self._translator, self._parameters, self._index = translator, parameters, index
         self._threads = translator.kernel.threads
         self._warps = np.arange(self._threads) // 32
@@ -136,13 +165,14 @@ class Program:
           PTXError: see `ptx`.
         """
         translator, block = self._translator, self._block
-        waits = np.zeros(self._threads, bool)  # at a barrier
+        waits, of_cluster = np.zeros((2, self._threads), bool)  # at a barrier, which may be that of a cluster
         turned = np.zeros(self._threads // 32, bool)  # the warps that took a backward branch in this turn
         while True:
             returned = block == translator.end
             runnable = ~(waits | returned)
             if not runnable.any():
                 if returned.all():
+                    self.shared.ended = True
                     return
                 raise PTXError(
                     f"{translator.kernel.name}, program {self._index}: {int(waits.sum())} threads wait at a barrier "
@@ -165,14 +195,21 @@ class Program:
             block[active] = target if taken is None else other
             if taken is not None:
                 block[taken] = target
-            if number in translator.barriers:
+            barriers = translator.barriers | translator.cluster_barriers
+            if number in barriers:
                 if not np.array_equal(active.reshape(-1, 32).any(1), active.reshape(-1, 32).all(1)):
-                    raise self._error("a part of a warp waits at a barrier", translator.barriers[number])
+                    raise self._error("a part of a warp waits at a barrier", barriers[number])
                 waits |= active
+                of_cluster[active] = number in translator.cluster_barriers
                 if waits.all():
+                    if of_cluster.any() != of_cluster.all():
+                        raise self._error("threads wait at barriers of two kinds", barriers[number])
                     waits[:] = False
                     self.shared.pass_barrier()
                     self.barriers += 1
+                    arrivals = self._together.arrive() if of_cluster.all() else 0
+                    while self._together.waits(arrivals):
+                        yield True
             elif target <= number:
                 turned |= chosen
 

@@ -138,6 +138,10 @@ class SharedMemory(_Memory):
       size: in bytes.
       grain: the bytes that are tracked together: the smallest access.
       lines: of the PTX, for messages.
+
+    Attributes:
+      received: the number of stores by `receive`.
+      ended: whether the program has returned.
     """
 
     _SEVERAL = -1  # in place of a warp
@@ -146,6 +150,7 @@ class SharedMemory(_Memory):
         super().__init__(size, 0xFFFFFFFFFFFFFFFF)
         self._size, self._grain, self._lines = size, grain, lines
         self._epoch = 1
+        self.received, self.ended = 0, False
         grains = -(-size // grain)
         self._reads, self._writes = (
             {name: np.zeros(grains, "i4") for name in ("epoch", "warp", "line")} for _ in range(2)
@@ -198,6 +203,27 @@ class SharedMemory(_Memory):
         self._elements(at, size, 1)
         self._track_write(at, warps, size, line, changes=True)
 
+    def poll(self, address: NDArray, size: int, count: int) -> NDArray:
+        """Returns `[accesses, count]` elements of `size` bytes, which other programs may store at any time.
+
+        Raises:
+          PTXError: the access is misaligned or out of bounds.
+        """
+        return self.views[size][self._elements(self._locate(address, size * count), size, count)]
+
+    def receive(self, address: NDArray, values: NDArray) -> None:
+        """Stores `values [accesses, count]` of any program of the cluster, which only `poll` reads.
+
+        Raises:
+          PTXError: the access is misaligned or out of bounds, the program has ended, or threads store different values
+            at one address.
+        """
+        if self.ended:
+            raise PTXError("a store to the shared memory of a program that has ended")
+        if self._put(self._locate(address, values.itemsize * values.shape[1]), values).size:
+            raise PTXError("threads store different values at one address of another program")
+        self.received += 1
+
     def _locate(self, address: NDArray, size: int) -> NDArray:
         at = address - SHARED_BASE
         outside = (at < 0) | (at + size > self._size)
@@ -229,3 +255,38 @@ class SharedMemory(_Memory):
             f"race in shared memory at byte {grain * self._grain}: warp {warp} {what} {who} in PTX line {line} without "
             f"a barrier in between: {self._lines[line - 1].strip()}"
         )
+
+
+class ClusterMemory:
+    """The shared memory of the programs of a cluster, as one of them accesses it without barriers.
+
+    Args:
+      programs: the shared memory of each.
+      own: the number of the program in its cluster.
+    """
+
+    def __init__(self, programs: list[SharedMemory], own: int) -> None:
+        self._programs, self._own = programs, own
+
+    def address_of(self, mask: NDArray | None, address: NDArray, rank: NDArray) -> NDArray:
+        """Returns where an address of the program lies in the shared memory of programs of the cluster.
+
+        Raises:
+          PTXError: there is no such program, for a thread of the mask.
+        """
+        missing = rank[slice(None) if mask is None else mask] >= len(self._programs)
+        if missing.any():
+            raise PTXError(f"{int(missing.sum())} threads address programs beyond a cluster of {len(self._programs)}")
+        return ((rank + 1) << 24) | address
+
+    def load(self, address: NDArray, warps: NDArray, size: int, count: int, line: int) -> NDArray:
+        """Returns `[accesses, count]` elements of `size` bytes of the program's own memory; see `SharedMemory.poll`."""
+        return self._programs[self._own].poll(address, size, count)
+
+    def store(self, address: NDArray, values: NDArray, warps: NDArray, line: int) -> None:
+        """Stores `values [accesses, count]` at results of `address_of`; see `SharedMemory.receive`."""
+        for rank in np.unique(address >> 24):
+            here = address >> 24 == rank
+            if rank == 0:
+                raise PTXError("an address of the program itself in place of one in the cluster")
+            self._programs[int(rank) - 1].receive(address[here] & 0xFFFFFF, values[here])

@@ -9,6 +9,8 @@ from ptx.registers import SIZES
 
 # The shared address of a program's first byte. A null address is out of bounds.
 SHARED_BASE = 1024
+# Bytes to which variables in shared memory are aligned.
+ALIGNMENT = 1024
 
 
 class PTXError(Exception):
@@ -78,6 +80,7 @@ class ParsedKernel:
       widths: the size of each register in bytes; 1 is a predicate.
       instructions: in order.
       symbols: the shared addresses of names.
+      static: bytes of shared memory that the kernel declares; they precede those that a launch gives it.
     """
 
     def __init__(self, ptx: str, name: str | None = None) -> None:
@@ -95,10 +98,13 @@ class ParsedKernel:
         if threads is None:
             raise PTXError(f"the kernel {self.name} does not fix its number of threads with .reqntid")
         self.threads = int(threads.group(1))
-        self.symbols = dict.fromkeys(re.findall(r"\.extern\s+\.shared[^;]*?(\w+)\[\]", ptx), SHARED_BASE)
+        self.symbols: dict[str, int] = {}
+        self.static = 0
         self.widths: list[int] = []
         self.instructions: list[Instruction] = []
         self._read(ptx[body:], first_line=ptx.count("\n", 0, body) + 1)
+        given = re.findall(r"\.extern\s+\.shared[^;]*?(\w+)\[\]", ptx)
+        self.symbols |= dict.fromkeys(given, SHARED_BASE + self.static)
 
     def _read(self, body: str, first_line: int) -> None:
         """Reads statements up to the brace that closes the kernel."""
@@ -134,6 +140,13 @@ class ParsedKernel:
                 for each in [f"{several[1]}{k}" for k in range(int(several[2]))] if several else [name]:
                     scope.registers[each] = len(self.widths)
                     self.widths.append(SIZES[declared[1]])
+            return
+        variable = re.fullmatch(r"\.shared\s+\.align\s+\d+\s+\.b8\s+(\w+)\[(\d+)\]", text)
+        if variable:
+            if variable[1] in self.symbols:
+                raise PTXError(f"line {line}: {variable[1]} is declared twice")
+            self.symbols[variable[1]] = SHARED_BASE + self.static
+            self.static += -(-int(variable[2]) // ALIGNMENT) * ALIGNMENT
             return
         m = re.fullmatch(r"(?:@(!?)([\w$%]+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.S)
         if m is None:

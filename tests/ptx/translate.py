@@ -60,9 +60,13 @@ PAIR_CONVERSIONS = {
     "cvt.rn.satfinite.f16x2.f32": "pack([round_to_float16({1}, True), round_to_float16({0}, True)], 'u4')",
     "cvt.rn.bf16x2.f32": "pack([round_to_bfloat16({1}), round_to_bfloat16({0})], 'u4')",
 }
-ACCESSES = ({"global"}, {"global", "cg"}, {"global", "gpu", "acquire"}, {"global", "gpu", "relaxed"}, {"shared"})
+ACCESSES = (
+    {"global"}, {"global", "cg"}, {"global", "gpu", "acquire"}, {"global", "gpu", "relaxed"}, {"shared"},
+    {"shared", "cluster", "relaxed"}, {"shared::cluster", "cluster", "relaxed"},
+)  # fmt: skip
 SPECIAL_REGISTERS = ("%tid.x", "%ctaid.x", "%nctaid.x")
 BARRIER = ("bar", "sync")
+CLUSTER_BARRIER = ("barrier", "cluster", "wait", "aligned")  # follows an arrival, which is part of it here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,8 @@ class Translator:
     Attributes:
       kernel: what is translated.
       end: the number of the basic block that threads go on at when they return.
-      barriers: the PTX line of the barrier that ends a basic block, for those that one ends.
+      barriers: the PTX line of the barrier of a program that ends a basic block, for those that one ends.
+      cluster_barriers: the same for the barriers of a cluster.
     """
 
     def __init__(self, kernel: ParsedKernel) -> None:
@@ -97,12 +102,15 @@ class Translator:
         for i, one in enumerate(code):
             if one.parts[0] == "bra":
                 starts.add(one.scope.label(one.operands[0]))
-            if one.parts[0] in ("bra", "ret") or one.parts == BARRIER:
+            if one.parts[0] in ("bra", "ret") or one.parts in (BARRIER, CLUSTER_BARRIER):
                 starts.add(i + 1)
         self._starts = sorted(starts)
         self._block_at = {start: block for block, start in enumerate(self._starts)}
         self.end = self._block_at[len(code)]
-        self.barriers = {self._block_at[i + 1] - 1: one.line for i, one in enumerate(code) if one.parts == BARRIER}
+        self.barriers, self.cluster_barriers = (
+            {self._block_at[i + 1] - 1: one.line for i, one in enumerate(code) if one.parts == parts}
+            for parts in (BARRIER, CLUSTER_BARRIER)
+        )
 
     def block(self, number: int, masked: bool) -> BasicBlock:
         """Returns a basic block, for a mask or for all threads."""
@@ -127,6 +135,10 @@ class Translator:
             predicate = one.predicate and f"{'~' * one.negated}R[{one.scope.register(one.predicate)}]"
             if one.parts == BARRIER:
                 if predicate or one.operands != ("0",):
+                    raise PTXError("not supported")
+                return ["pass"]
+            if one.name in ("barrier.cluster.arrive.aligned", "barrier.cluster.wait.aligned"):
+                if predicate or one.operands:
                     raise PTXError("not supported")
                 return ["pass"]
             if one.parts[0] in ("bra", "ret"):
@@ -158,11 +170,14 @@ class Translator:
         opcode, kind, name = one.parts[0], one.parts[-1], one.name
         if opcode in ("ld", "st"):
             return self._access(one)
+        if name == "mapa.shared::cluster.u32":
+            address, rank = (self._source(one, x, "u32") for x in one.operands[1:])
+            return [], self._result(one, one.operands[0], "u32", f"program.cluster.address_of(MASK, {address}, {rank})")
         if opcode == "cp":
             return self._copy(one), []
         if opcode == "setp":
             return [], self._compare(one)
-        if opcode in ("ldmatrix", "mma", "shfl", "redux", "vote", "atom", "red") or name == "bar.warp.sync":
+        if opcode in ("ldmatrix", "stmatrix", "mma", "shfl", "redux", "vote", "atom", "red") or name == "bar.warp.sync":
             return self._together(one)
         if opcode == "mov" and one.operands[0][0] == "{":
             return [], self._unpack(one)
@@ -229,7 +244,8 @@ class Translator:
         flags -= {f"v{len(names)}"}
         if flags not in ACCESSES or not is_integer(kind) or kind[0] not in "bs":
             raise PTXError("unknown access")
-        place = f"program.{'shared' if 'shared' in flags else 'memory'}, MASK, {self._address(one, address)}"
+        memory = "cluster" if "cluster" in flags else "shared" if "shared" in flags else "memory"
+        place = f"program.{memory}, MASK, {self._address(one, address)}"
         if opcode == "st":
             values = ", ".join(self._source(one, name, kind) for name in names)
             return [f"program.store({place}, [{values}], {one.line})"], []
@@ -267,6 +283,13 @@ class Translator:
             address, values = ops[-2:]
             add = f"d = program.add(MASK, {self._address(one, address)}, {self._source(one, values, 'u32')})"
             return [add], self._result(one, ops[0], "u32", "d") if opcode == "atom" else []
+        stored = re.fullmatch(r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", name)
+        if stored and len(registers[1]) == int(stored[1]):
+            values = ", ".join(self._source(one, r, "b32") for r in registers[1])
+            place = (
+                f"program.shared, MASK, {self._address(one, ops[0])}, [{values}], {stored[2] is not None}, {one.line}"
+            )
+            return [f"store_matrices({place})"], []
         results = [x for k, r in enumerate(registers[0]) for x in self._result(one, r, "b32", f"d[{k}]")]
         matrices = re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", name)
         if matrices:

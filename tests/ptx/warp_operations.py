@@ -1,4 +1,4 @@
-"""Instructions that the threads of a warp run together: shuffles, maxima, votes, matrix products, loads of matrices.
+"""Instructions that the threads of a warp run together: shuffles, maxima, votes, products and copies of matrices.
 
 Arrays are `[threads]`. A mask says which threads run the instruction; None means all of them.
 """
@@ -133,3 +133,26 @@ def load_matrices(
     registers = np.zeros((count, len(address) // 32, 32), "u4")
     registers[:, warps] = words.reshape(len(warps), count, 32).transpose(1, 0, 2)
     return list(registers.reshape(count, -1))
+
+
+def store_matrices(
+    shared: SharedMemory, mask: Mask, address: NDArray, offset: int, registers: list[NDArray], transposed: bool,
+    line: int,
+) -> None:  # fmt: skip
+    """Stores the registers of matrices `[8, 8]` of 16-bit elements, of which there are 1, 2 or 4: `stmatrix`.
+
+    The other arguments are those of `load_matrices`.
+
+    Raises:
+      PTXError: a part of a warp takes part, or the access is invalid.
+    """
+    check_whole_warps(mask)
+    count, warps = len(registers), np.arange(len(address) // 32)
+    if mask is not None:
+        warps = np.flatnonzero(mask.reshape(-1, 32).any(1))
+    rows = address.reshape(-1, 32)[warps, : 8 * count].reshape(-1)
+    words = np.stack([x.reshape(-1, 32)[warps] for x in registers], 1).reshape(-1, 4)
+    if transposed:
+        halves = words.view("u2").reshape(-1, 8, 8).transpose(0, 2, 1)
+        words = np.ascontiguousarray(halves).reshape(-1).view("u4").reshape(-1, 4)
+    shared.store(rows.astype("i8") + offset, words, np.repeat(warps, 8 * count), line)

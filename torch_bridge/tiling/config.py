@@ -38,6 +38,8 @@ class Tiling:
       shared_gates: number of gates whose weights are in shared memory instead of registers.
       fewest_steps: steps from which on sequences may be cut into pieces.
       pieces: number of pieces of a sequence that may run side by side, if resets cut it.
+      cluster: number of programs of a cluster; if it is more than one, they share the units, and exchange data through
+        one another's shared memory.
     """
 
     loop: ClassVar[Loop]
@@ -46,14 +48,29 @@ class Tiling:
     shared_gates = 0
     fewest_steps: ClassVar[int] = 0
     pieces = 1
+    cluster = 1
 
     block_b: int
     splits: int
 
     def _asdict(self) -> dict[str, int]:
         """Returns all numbers by name, also those that are no fields; explanations list them like a named tuple's."""
-        names = ("block_h", "block_b", "block_k", "splits", "num_warps", "num_stages", "shared_gates", "pieces")
+        names = (
+            "block_h",
+            "block_b",
+            "block_k",
+            "splits",
+            "num_warps",
+            "num_stages",
+            "shared_gates",
+            "pieces",
+            "cluster",
+        )
         return {name: getattr(self, name) for name in names}
+
+    def room(self, device: Device) -> int:
+        """Returns the number of tiles that run at once, if programs are alone on their SMs."""
+        return device.multiprocessors // self.splits
 
     def fewest_pieces(self, problem: Problem, device: Device) -> int:
         """Returns the fewest pieces of a sequence that are worth running side by side; 0 if the kernels cannot."""
@@ -68,7 +85,7 @@ class Tiling:
         fewest = self.fewest_pieces(problem, device)
         if not fewest or problem.steps < self.fewest_steps or "reset" not in dict(problem.dtypes):
             return self
-        room = device.multiprocessors // self.splits // problem.models * self.block_b
+        room = self.room(device) // problem.models * self.block_b
         pieces = min(room // problem.sequences, problem.steps // MIN_STEPS_OF_CHUNK)
         return replace(self, pieces=pieces) if pieces >= fewest else self  # type: ignore[type-var]
 
@@ -115,7 +132,7 @@ class SharedUnits(Tiling):
 
     def workers(self, problem: Problem, device: Device) -> int:
         """Returns the number of workers of which all programs run at once, at most one a tile."""
-        return max(1, min(problem.models * self.tiles(problem), device.multiprocessors // self.splits))
+        return max(1, min(problem.models * self.tiles(problem), self.room(device)))
 
 
 class ExchangesWords(SharedUnits):
@@ -128,8 +145,10 @@ class ExchangesWords(SharedUnits):
         """Returns two buffers of words, and the sums of a norm.
 
         Forward, each pair of elements is a word and the word's number. Backward, each program sends a word per element
-        to each program.
+        to each program. A cluster needs none.
         """
+        if self.cluster > 1:
+            return []
         forward = problem.direction == "fwd"
         words = 2 * self.block_h * self.block_b * self.splits * self.workers(problem, device)
         found = [("exchange", words if forward else words * self.splits, "int32", True)]

@@ -45,6 +45,7 @@ class SplitRegisters(ExchangesWords):
     block_b: int
     splits: int
     pieces: int = 1
+    cluster: int = 1
 
     loop = "split_registers"
     fewest_steps = FEWEST_STEPS

@@ -396,7 +396,8 @@ static int load(const Device* device, const Call* call, Kernel* kernel, const ch
   if ((*failed = "cuModuleLoadData", status = cu.cuModuleLoadData(&module, call->cubin.ptr))) return status;
   do {
     TRY(cuModuleGetFunction, &kernel->function, module, call->name);
-    if (bytes > 48 * 1024) {  // beyond this size, shared memory has to be requested
+    // beyond this size, shared memory has to be requested; that of kernels with clusters adds to the static one
+    if (bytes > 48 * 1024 || call->launch[CLUSTER] > 1) {
       TRY(cuFuncSetCacheConfig, kernel->function, CU_FUNC_CACHE_PREFER_SHARED);
       TRY(cuFuncSetAttribute, kernel->function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);
     }

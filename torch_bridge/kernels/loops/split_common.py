@@ -41,11 +41,12 @@ class Place(NamedTuple):
 
 
 @gluon.constexpr_function
-def _receive_assembly(count, stride, pack, numbered, together):
+def _receive_assembly(count, stride, pack, numbered, together, memory):
     """Returns assembly that polls `count` words at each of `pack` addresses until all have arrived.
 
     The words of an address are `stride` bytes apart. If `together`, the lanes of a warp leave the loop together. The
-    operands are the n = `count * pack` words, `pack` addresses, and `pack` numbers to wait for.
+    operands are the n = `count * pack` words, `pack` addresses, and `pack` numbers to wait for. `memory` is the scope
+    and the space of the addresses.
     """
     n, read, unpack, test = count * pack, [], [], []
     for element in range(pack):
@@ -53,10 +54,10 @@ def _receive_assembly(count, stride, pack, numbered, together):
         for word in range(count):
             k = word * pack + element  # the order of outputs: by word, then by address
             if numbered:
-                read.append(f"ld.relaxed.gpu.global.b64 w{k}, [${address} + {word * stride}];")
+                read.append(f"ld.relaxed.{memory}.b64 w{k}, [${address} + {word * stride}];")
                 unpack.append(f"mov.b64 {{${k}, n{k}}}, w{k};")
             else:
-                read.append(f"ld.relaxed.gpu.global.b32 ${k}, [${address} + {word * stride}];")
+                read.append(f"ld.relaxed.{memory}.b32 ${k}, [${address} + {word * stride}];")
                 unpack.append(f"and.b32 n{k}, ${k}, 1;")
             test.append(f"setp.ne.or.b32 p, n{k}, ${number}, p;")
     declared = [f".reg .b64 w<{n}>;", f".reg .b32 n<{n}>;", ".reg .pred p;"]
@@ -66,12 +67,12 @@ def _receive_assembly(count, stride, pack, numbered, together):
 
 
 @gluon.constexpr_function
-def _receive_constraints(count, pack):
-    """Returns the constraints of the operands of `_receive_assembly`.
+def _receive_constraints(count, pack, address):
+    """Returns the constraints of the operands of `_receive_assembly`, given that of an address.
 
     The words are written before the addresses are read for the last time ("&"): they need registers of their own.
     """
-    return ",".join(["=&r"] * (count * pack) + ["l"] * pack + ["r"] * pack)
+    return ",".join(["=&r"] * (count * pack) + [address] * pack + ["r"] * pack)
 
 
 @gluon.constexpr_function
@@ -103,11 +104,14 @@ def receive(
     A thread has ELEMENTS addresses. `number`, in the shape of `address`, is the number to wait for or, if not NUMBERED,
     the last bit of new words. If TOGETHER, the lanes of a warp return together. Otherwise each returns by itself, and
     the lanes then run in parts what needs all of them, such as a shuffle. TOGETHER takes registers; code without such
-    an operation does not need it.
+    an operation does not need it. Addresses of 32 bits are in the program's own shared memory.
     """
     PACK: gl.constexpr = _addresses_at_once(COUNT, ELEMENTS, NUMBERED)
+    IN_CLUSTER: gl.constexpr = address.dtype == gl.int32
+    MEMORY: gl.constexpr = "cluster.shared::cta" if IN_CLUSTER else "gpu.global"
     return gl.inline_asm_elementwise(
-        _receive_assembly(COUNT, STRIDE, PACK, NUMBERED, TOGETHER), _receive_constraints(COUNT, PACK),
+        _receive_assembly(COUNT, STRIDE, PACK, NUMBERED, TOGETHER, MEMORY),
+        _receive_constraints(COUNT, PACK, "r" if IN_CLUSTER else "l"),
         [address, number], dtype=repeat(gl.int32, COUNT), is_pure=False, pack=PACK,
     )  # fmt: skip
 
@@ -217,10 +221,16 @@ def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: 
 
 
 @gluon.jit
-def mailbox(exchange_ptr, number, place, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
-    """Returns the address of a worker's box `box`, of BOXES of BYTES each, in the buffer that message `number` uses."""
-    nth = ((number % 2) * place.workers + place.worker) * BOXES + box
-    return exchange_ptr.to(gl.int64) + nth.to(gl.int64) * BYTES
+def mailbox(exchange, number, place, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
+    """Returns the address of box `box`, of BOXES of BYTES each, in the buffer that message `number` uses.
+
+    The boxes are a worker's in global memory or, if `exchange` is the address of a mailbox (`cluster_common`), there.
+    """
+    if exchange.dtype == gl.int32:
+        return exchange + ((number % 2) * BOXES + box) * BYTES
+    else:
+        nth = ((number % 2) * place.workers + place.worker) * BOXES + box
+        return exchange.to(gl.int64) + nth.to(gl.int64) * BYTES
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 The kernels compute what those of `streamed.py` do with SPLITS > 1, for compute capability 8.0 and newer. A worker is a
 group of SPLITS programs. It runs its items, which are tiles of a model, one after the other. A program keeps the
-weights of its own units in registers, in 16 bits, and exchanges data with the others as `split_common` explains.
+weights of its own units in registers, in 16 bits, and exchanges data with the others as `split_common` explains. A
+launch without the array `exchange` has clusters of SPLITS programs, and exchanges as `cluster_common` explains.
 
 Forward, a program receives the hidden state of all units and multiplies it by the rows of its own units. Its warps
 share the units of the state: each group of warps multiplies its part of them, and the products of the groups are added
@@ -66,6 +67,14 @@ from torch_bridge.kernels.gluon_common import (
     store_totals,
     to_operand,
     unpack_residuals,
+)
+from torch_bridge.kernels.loops.cluster_common import (
+    close_mailbox,
+    open_mailbox,
+    send_numbered_to_all,
+    send_to,
+    send_to_all,
+    send_to_where,
 )
 from torch_bridge.kernels.loops.split_common import (
     Place,
@@ -227,7 +236,7 @@ def _start_step(
 
 @gluon.jit
 def _send_state(
-    exchange_ptr, h, scale, number, live, place, SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr
+    exchange, h, scale, number, live, place, SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
     """Sends the hidden state that a step starts from to all programs; a word holds two adjacent units of a sequence."""
     BLOCK_H: gl.constexpr = h.shape[0]
@@ -239,8 +248,11 @@ def _send_state(
     pair = gl.arange(0, BLOCK_H // 2, gl.SliceLayout(1, low.type.layout))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, low.type.layout))
     offset = sequence[None, :] * (BLOCK_H // 2) + pair[:, None]
-    address = mailbox(exchange_ptr, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
-    send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
+    address = mailbox(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
+    if exchange.dtype == gl.int32:
+        send_numbered_to_all(address, low | (high << 16), offset * 0 + number, offset * 0 + live, SPLITS)
+    else:
+        send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
 
 
 @gluon.jit
@@ -258,7 +270,7 @@ def _stack(values):
 
 @gluon.jit
 def _receive_state(
-    operand, exchange_ptr, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr
+    operand, exchange, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr
 ):  # fmt: skip
     """Receives the hidden state of all programs into `operand`, `[groups, batch, part]`.
 
@@ -273,7 +285,7 @@ def _receive_state(
     sequence = gl.arange(0, BATCH, gl.SliceLayout(1, LOAD))
     box, within = pair // (BLOCK_H // 2), pair % (BLOCK_H // 2)
     offset = (box * (BATCH * BLOCK_H // 2) + within)[None, :] + sequence[:, None] * (BLOCK_H // 2)
-    address = mailbox(exchange_ptr, number, place, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
+    address = mailbox(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     COUNT: gl.constexpr = SPLITS * BLOCK_H // 64
     words = receive(address, offset * 0 + number, COUNT, BATCH * 256, BATCH // gl.num_warps(), True, True)
     low, high = (), ()
@@ -346,6 +358,7 @@ def forward_kernel(
 
     `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B, BLOCK_H / 2, 2]`: two buffers, used in turn. A word holds
     two adjacent units of a sequence. The number of the send follows it, by which a receiver recognizes a new word.
+    In a cluster it is None, and each program has the part of its worker, `[2, SPLITS, BLOCK_B, BLOCK_H / 2, 2]`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
@@ -370,6 +383,10 @@ def forward_kernel(
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
     place = Place(workers, worker, split)
+    if exchange_ptr is None:
+        exchange = open_mailbox(place, 2 * SPLITS * BLOCK_B * BLOCK_H * 4)
+    else:
+        exchange = exchange_ptr
     zeros = gl.zeros([GROUPS, BLOCK_H, BLOCK_B], gl.float32, ACC)
     own = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     unit = split * BLOCK_H + own
@@ -417,11 +434,11 @@ def forward_kernel(
             )
             if pieces is None:
                 sent += 1
-                _send_state(exchange_ptr, before[0], scale, sent, 1, place, SCALED, DTYPE, SPLITS)
+                _send_state(exchange, before[0], scale, sent, 1, place, SCALED, DTYPE, SPLITS)
             else:  # nobody would receive the state of a tile without pieces
                 exists = (tile.longest > 0).to(gl.int32)
                 sent += exists
-                _send_state(exchange_ptr, before[0], scale, sent, exists, place, SCALED, DTYPE, SPLITS)
+                _send_state(exchange, before[0], scale, sent, exists, place, SCALED, DTYPE, SPLITS)
             for i in range(tile.longest):
                 # equals i, which the compiler cannot tell: else addresses of many steps would take registers
                 opaque_i = i + opaque_zero(i)
@@ -430,7 +447,7 @@ def forward_kernel(
                 next_statistics = load_statistics(x_norm_ptr, x_mean_ptr, next_rows, mask_q)
                 next_lane_rows = forward_rows(lanes, opaque_i + 1, REVERSE)
                 resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
-                received = _receive_state(operand, exchange_ptr, sent, place, BLOCK_H, SPLITS, SUMS)
+                received = _receive_state(operand, exchange, sent, place, BLOCK_H, SPLITS, SUMS)
                 products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
                 if SCALED:
                     products = scaled(products, inverse(scale) * w_unscale)
@@ -454,7 +471,7 @@ def forward_kernel(
                 )
                 more = (i + 1 < tile.longest).to(gl.int32)
                 sent += more
-                _send_state(exchange_ptr, before[0], scale, sent, more, place, SCALED, DTYPE, SPLITS)
+                _send_state(exchange, before[0], scale, sent, more, place, SCALED, DTYPE, SPLITS)
                 this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
                 live, live_q = mask, mask_q
                 if pieces is not None:
@@ -473,6 +490,8 @@ def forward_kernel(
             if pieces is None:
                 store_states(h_last_ptr, c_last_ptr, last, states, mask)
             item += workers
+    if exchange_ptr is None:
+        close_mailbox(place)
 
 
 @gluon.jit
@@ -494,7 +513,7 @@ def _multiply_columns(weights, operands, zeros, SIDE_BY_SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _send_parts(exchange_ptr, parts, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr):
+def _send_parts(exchange, parts, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr):
     """Sends each program the part of the float32 tile `parts`, `[units, batch]`, that belongs to its units.
 
     The last bit of each element is replaced by `new_bit`.
@@ -506,19 +525,28 @@ def _send_parts(exchange_ptr, parts, number, place, BLOCK_H: gl.constexpr, SPLIT
     receiver = gl.arange(0, RECEIVERS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    offset = (receiver * (SPLITS * BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H
-    offset += unit[None, :, None]
-    address = mailbox(exchange_ptr, number, place, place.split, SPLITS * SPLITS, BATCH * BLOCK_H * 4) + offset * 4
-    word = to_word(parts, number)
-    if RECEIVERS == SPLITS:
-        send(address, word)
+    if exchange.dtype == gl.int32:
+        offset = sequence[None, None, :] * BLOCK_H + unit[None, :, None]
+        address = mailbox(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 4
+        word, to = to_word(parts, number), receiver[:, None, None] + offset * 0
+        if RECEIVERS == SPLITS:
+            send_to(address, word, to)
+        else:
+            send_to_where(address, word, to, (to < SPLITS).to(gl.int32))
     else:
-        send_where(address, word, (receiver < SPLITS).to(gl.int32)[:, None, None] + offset * 0)
+        offset = (receiver * (SPLITS * BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H
+        offset += unit[None, :, None]
+        address = mailbox(exchange, number, place, place.split, SPLITS * SPLITS, BATCH * BLOCK_H * 4) + offset * 4
+        word = to_word(parts, number)
+        if RECEIVERS == SPLITS:
+            send(address, word)
+        else:
+            send_where(address, word, (receiver < SPLITS).to(gl.int32)[:, None, None] + offset * 0)
 
 
 @gluon.jit
 def _receive_parts(
-    exchange_ptr, number, place, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr
+    exchange, number, place, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr
 ):  # fmt: skip
     """Returns the sum of the tiles that all programs sent to this one, always added in the same order.
 
@@ -530,24 +558,30 @@ def _receive_parts(
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
     offset = (sender * (BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H + unit[None, :, None]
-    address = mailbox(exchange_ptr, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
+    if exchange.dtype == gl.int32:
+        address = mailbox(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4)
+    else:
+        address = mailbox(exchange, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
     bit = offset * 0 + new_bit(number)
     words = receive(address + offset * 4, bit, COUNT, BATCH * 256, 2 * BATCH // gl.num_warps(), False, True)
     return gl.sum(add_words(words), axis=0)
 
 
 @gluon.jit
-def _send_sum(sums_ptr, total, number, place, SPLITS: gl.constexpr):
+def _send_sum(sums, total, number, place, SPLITS: gl.constexpr):
     """Sends one float32 per sequence, `[batch]`, to all programs; its last bit is replaced by `new_bit`."""
     BATCH: gl.constexpr = total.shape[0]
     sequence = gl.arange(0, BATCH, total.type.layout)
-    address = mailbox(sums_ptr, number, place, place.split, SPLITS, BATCH * 4) + sequence * 4
-    send(address, to_word(total, number))
+    address = mailbox(sums, number, place, place.split, SPLITS, BATCH * 4) + sequence * 4
+    if sums.dtype == gl.int32:
+        send_to_all(address, to_word(total, number), SPLITS)
+    else:
+        send(address, to_word(total, number))
 
 
 @gluon.jit
 def _receive_sum(
-    sums_ptr, number, place, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr
+    sums, number, place, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr
 ):  # fmt: skip
     """Returns for each sequence the sum of what all programs sent, always added in the same order."""
     LANES: gl.constexpr = 64 // BLOCK_H  # the lanes take turns with the programs, as in `_receive_parts`
@@ -555,7 +589,7 @@ def _receive_sum(
     sender = gl.arange(0, LANES, gl.SliceLayout(1, BY_SENDER))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, BY_SENDER))
     offset = (sender * BATCH)[:, None] + sequence[None, :]
-    address = mailbox(sums_ptr, number, place, 0, SPLITS, BATCH * 4) + offset * 4
+    address = mailbox(sums, number, place, 0, SPLITS, BATCH * 4) + offset * 4
     COUNT: gl.constexpr = SPLITS // LANES
     words = receive(
         address, offset * 0 + new_bit(number), COUNT, LANES * BATCH * 4, BATCH // gl.num_warps(), False, True
@@ -586,7 +620,8 @@ def backward_kernel(
 
     `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, BLOCK_H]`: two buffers, used in turn, by receiving
     and then by sending program. A word is a float32 partial sum. Its last bit tells whether it is new. `sums` is the
-    same for the sums of a norm, `[2, workers, SPLITS, BLOCK_B]`, which every program receives.
+    same for the sums of a norm, `[2, workers, SPLITS, BLOCK_B]`, which every program receives. In a cluster both are
+    None, and each program has what it receives, `[2, SPLITS, BLOCK_B, BLOCK_H]` and `[2, SPLITS, BLOCK_B]`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
@@ -605,6 +640,12 @@ def backward_kernel(
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
     place = Place(workers, worker, split)
+    if exchange_ptr is None:
+        WORDS: gl.constexpr = 2 * SPLITS * BLOCK_B * BLOCK_H
+        exchange = open_mailbox(place, 4 * (WORDS + WORDS // BLOCK_H if NORM_WIDTH > 0 else WORDS))
+        sums = exchange + 4 * WORDS
+    else:
+        exchange, sums = exchange_ptr, sums_ptr
     zeros = gl.zeros([BLOCK_K, BLOCK_B], gl.float32, ACC)
     unit = split * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     sent = 0  # number of the latest send
@@ -632,7 +673,7 @@ def backward_kernel(
                 local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
                 if NORM_WIDTH > 0:
                     of_norm = gl.sum(rounded_product(dh, local_grads[GATES]), axis=0)
-                    _send_sum(sums_ptr, of_norm, sent + 1, place, SPLITS)
+                    _send_sum(sums, of_norm, sent + 1, place, SPLITS)
                     grads, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
                     grads = scaled(grads, norm_scale[0][None, :])
                 else:
@@ -654,7 +695,7 @@ def backward_kernel(
                 if SCALED:
                     parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
                 sent += 1
-                _send_parts(exchange_ptr, parts, sent, place, BLOCK_H, SPLITS)
+                _send_parts(exchange, parts, sent, place, BLOCK_H, SPLITS)
 
                 live, live_q = mask, mask_q
                 if pieces is not None:
@@ -669,10 +710,10 @@ def backward_kernel(
                 store_totals(a, at, dh, dstates, this_dys, live)
                 if NORM_WIDTH > 0:
                     norm_state = gl.load(norm_state_ptr + at, mask=live, other=0.0)
-                product = _receive_parts(exchange_ptr, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
+                product = _receive_parts(exchange, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
                 dstates = gradients_before(product, carried, STATES)
                 if NORM_WIDTH > 0:
-                    dnorm = _receive_sum(sums_ptr, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
+                    dnorm = _receive_sum(sums, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
                     gl.store(dnorm_ptr + rows, dnorm, mask=live_q & (split == 0))
                     factor = this_scale[0] * dnorm * (1.0 / NORM_WIDTH)
                     dstates = (dstates[0] - norm_state.to(gl.float32) * factor[None, :],)
@@ -683,3 +724,5 @@ def backward_kernel(
             if pieces is None:
                 store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
             item += workers
+    if exchange_ptr is None:
+        close_mailbox(place)

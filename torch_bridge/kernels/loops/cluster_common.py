@@ -1,0 +1,113 @@
+"""Exchange of words between the programs of a cluster: each writes into the shared memory of the others.
+
+Words, their numbers and their two buffers are those of `split_common`; only the memory and the instructions differ. A
+program has a mailbox with a box for each sender, and a sender writes its words into the mailbox of every receiver. The
+programs of a worker are a cluster, which the GPU starts as a whole, so a launch need not be cooperative, and workers
+need not run at once. Compute capability 9.0 and newer have clusters.
+
+Gluon has no address of shared memory, but PTX may declare a variable in it anywhere. It adds to the shared memory that
+Triton counts.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+
+@gluon.constexpr_function
+def _declaration(size):
+    """Returns assembly that declares the mailbox, once in a kernel, and returns its address."""
+    return "{ .shared .align 16 .b8 mailbox[" + str(size) + "]; mov.u32 $0, mailbox; }"
+
+
+@gluon.constexpr_function
+def _to_all(team, store, before=""):
+    """Returns assembly that runs `store` with `a`, the address $1 in the shared memory of each program of a cluster."""
+    stores = [f"mapa.shared::cluster.u32 a, $1, {rank}; {store}" for rank in range(team)]
+    declared = [".reg .b32 a;", ".reg .b64 w;", ".reg .pred p;"]
+    return "\n".join(["{", *declared, before, *stores, "mov.b32 $0, 0;", "}"])
+
+
+@gluon.jit
+def _wait_for_cluster(x):
+    """Waits for all threads of the cluster; what they wrote before is then visible to all."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; mov.b32 $0, 0;",
+        "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def open_mailbox(place, BYTES: gl.constexpr):
+    """Returns the address of a program's mailbox, int32, which has zeros: they are no words of this launch.
+
+    Every program of the cluster has one when this function returns.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    STRIDE: gl.constexpr = 256 * WARPS  # bytes that all threads clear at once
+    COUNT: gl.constexpr = (BYTES + STRIDE - 1) // STRIDE
+    mailbox = gl.inline_asm_elementwise(
+        _declaration(COUNT * STRIDE), "=r,r", [place.split], dtype=gl.int32, is_pure=False, pack=1
+    )
+    thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    for k in gl.static_range(COUNT):
+        gl.inline_asm_elementwise(
+            "st.shared.b64 [$1], 0; mov.b32 $0, 0;",
+            "=r,r", [mailbox + k * STRIDE + thread * 8], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    _wait_for_cluster(place.split)
+    return mailbox
+
+
+@gluon.jit
+def close_mailbox(place):
+    """Waits until no program of the cluster writes: the shared memory of one that has ended is gone."""
+    _wait_for_cluster(place.split)
+
+
+@gluon.jit
+def send_numbered_to_all(address, word, number, live, TEAM: gl.constexpr):
+    """Sends 32-bit words with their number to all programs, where `live` is not 0; see `split_common.send_numbered`."""
+    STORE: gl.constexpr = "@p st.relaxed.cluster.shared::cluster.b64 [a], w;"
+    gl.inline_asm_elementwise(
+        _to_all(TEAM, STORE, "setp.ne.b32 p, $4, 0; mov.b64 w, {$2, $3};"),
+        "=r,r,r,r,r", [address, word, number, live], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def send_to_all(address, word, TEAM: gl.constexpr):
+    """Sends 32-bit words to all programs as they are."""
+    gl.inline_asm_elementwise(
+        _to_all(TEAM, "st.relaxed.cluster.shared::cluster.b32 [a], $2;"),
+        "=r,r,r", [address, word], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def send_to(address, word, receiver):
+    """Sends 32-bit words as they are, each to the program `receiver` of the cluster."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a;
+        mapa.shared::cluster.u32 a, $1, $3;
+        st.relaxed.cluster.shared::cluster.b32 [a], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,r,r,r", [address, word, receiver], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def send_to_where(address, word, receiver, live):
+    """Sends 32-bit words as they are, each to the program `receiver` of the cluster, where `live` is not 0."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a;
+        .reg .pred p;
+        setp.ne.b32 p, $4, 0;
+        @p mapa.shared::cluster.u32 a, $1, $3;
+        @p st.relaxed.cluster.shared::cluster.b32 [a], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,r,r,r,r", [address, word, receiver, live], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
