@@ -52,7 +52,8 @@ def label(problem: Problem) -> str:
 def name_of(config: KernelConfig) -> str:
     """Returns a label such as `split_registers 64x8x256, 4 programs, 8 warps`."""
     blocks = f"{config.block_h}x{config.block_b}x{config.block_k}"
-    parts = {"programs": config.splits, "warps": config.num_warps, "stages": config.num_stages}
+    programs = "programs in a cluster" if config.cluster > 1 else "programs"
+    parts = {programs: config.splits, "warps": config.num_warps, "stages": config.num_stages}
     return ", ".join([f"{config.loop} {blocks}", *(f"{count} {what}" for what, count in parts.items() if count > 1)])
 
 

@@ -105,7 +105,8 @@ def shipped(
         # the code of Gluon kernels depends on how many programs share the units
         splits = min(c.splits, 2) if c.loop == "streamed" else c.splits
         divided = hidden % c.block_k == 0
-        alike = picked.setdefault((numbers_of(c, splits=1), divided, hidden % 4 == 0), {})
+        same = {"splits": 1, "cluster": min(c.cluster, 2)}
+        alike = picked.setdefault((numbers_of(c, **same), divided, hidden % 4 == 0), {})
         alike.setdefault(splits, []).append((p, c))
     found = []
     for (_, divided, _), alike in picked.items():
@@ -121,7 +122,7 @@ def shipped(
         return found
     tallest: dict[Any, tuple[Problem, KernelConfig]] = {}
     for p, c in found:
-        key: Any = c.loop, c.block_h, p.is_unaligned, p.reset_state if c.loop != "streamed" else None
+        key: Any = c.loop, c.block_h, c.cluster > 1, p.is_unaligned, p.reset_state if c.loop != "streamed" else None
         if c.loop in ("split", "rows", "streamed") and device.has_wgmma and not in_place:
             key = numbers_of(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.is_unaligned, p.reset_state
         tallest[key] = max(tallest.get(key, (p, c)), (p, c), key=lambda way: (way[1].block_b, way[0].hidden))
@@ -134,7 +135,7 @@ def in_pieces(found: list[tuple[Problem, KernelConfig]], device: Device) -> Iter
     cut: dict[Any, list[tuple[Problem, KernelConfig]]] = {}
     for p, c in long:
         if (config := c.in_pieces(p, device)).pieces > 1:
-            cut.setdefault((c.loop, c.block_h), []).append((p, config))
+            cut.setdefault((c.loop, c.block_h, config.cluster > 1), []).append((p, config))
     for ways in cut.values():
         yield max(ways, key=lambda way: (way[0].reset_state == "stepped", way[0].is_unaligned, way[0].hidden))
 
