@@ -56,8 +56,10 @@ def device(ordinal: int) -> Device:
     )
 
 
-def allow_clusters(function: int, shared_memory: int) -> None:
-    """Lets a loaded kernel run in clusters of up to 16 programs with so many bytes of dynamic shared memory.
+def allow_clusters(function: int, shared_memory: int, ordinal: int) -> None:
+    """Lets a kernel that is loaded onto a GPU run in clusters of up to 16 programs.
+
+    They have so many bytes of dynamic shared memory each.
 
     Triton's launcher allows clusters of 16 alone. Its loader asks for dynamic shared memory beyond 48 KB, but not where
     it is beyond that together with the kernel's static shared memory.
@@ -65,8 +67,18 @@ def allow_clusters(function: int, shared_memory: int) -> None:
     Raises:
       DriverError: a program has less shared memory.
     """
-    _call("cuFuncSetAttribute", ctypes.c_void_p(function), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-    _call("cuFuncSetAttribute", ctypes.c_void_p(function), _MAX_DYNAMIC_SHARED_SIZE, shared_memory)
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(handle), ordinal)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)  # this thread may have no context
+    try:
+        _call("cuCtxPushCurrent_v2", context)
+        try:
+            _call("cuFuncSetAttribute", ctypes.c_void_p(function), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+            _call("cuFuncSetAttribute", ctypes.c_void_p(function), _MAX_DYNAMIC_SHARED_SIZE, shared_memory)
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(context))
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", handle)
 
 
 @functools.cache

@@ -233,7 +233,7 @@ class Launch:
         loaded = [compiler.ensure_loaded(ordinal, compile_call, k.key, self._device.capability) for k in self.kernels]
         for k, compiled in zip(self.kernels, loaded, strict=True):
             if k.cluster > 1:
-                cuda_driver.allow_clusters(compiled.function, compiled.metadata.shared)
+                cuda_driver.allow_clusters(compiled.function, compiled.metadata.shared, ordinal)
         self._ready[ordinal] = [
             (compiled, k.grid, k.cluster, k.arguments()) for k, compiled in zip(self.kernels, loaded, strict=True)
         ]

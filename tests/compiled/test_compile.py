@@ -33,6 +33,7 @@ from torch_bridge.cells import CELLS
 from torch_bridge.tiling import Device, KernelConfig, Problem, support
 from torch_bridge.tiling.arithmetic import power_of_2
 from torch_bridge.tiling.devices import PROFILES
+from torch_bridge.tiling.split_registers import CLUSTER_BATCH
 
 pytestmark = pytest.mark.compile_only
 
@@ -242,8 +243,15 @@ def test_lanes_of_a_warp_run_the_same_steps_of_a_piece(cell, hidden, direction):
 
 
 def of_split_registers(problem: Problem, device: Device) -> list[tuple[Problem, KernelConfig]]:
-    """Returns the tilings of the loop "split_registers" for a problem, also those that `heuristic` does not pick."""
-    return [(problem, c) for c in tiling.candidates(problem, device) if c.loop == "split_registers"]
+    """Returns the tilings of the loop "split_registers" for a problem, also those that `heuristic` does not pick.
+
+    Those with clusters are among them, where the device has these and a cluster may be as large.
+    """
+    found = [c for c in tiling.candidates(problem, device) if c.loop == "split_registers"]
+    if device.capability >= 90:
+        fit = [c for c in found if c.block_b == CLUSTER_BATCH and c.splits <= 16]
+        found += [dataclasses.replace(c, cluster=c.splits) for c in fit]
+    return [(problem, c) for c in found]
 
 
 @pytest.mark.parametrize("target", OWN_PTX)
@@ -519,11 +527,12 @@ def ptx_source(function: Any, capability: int) -> int:
 
 
 def bytes_taken(compile: Callable[[int], Any], function: Any, capability: int) -> tuple[int, int]:
-    """Returns the bytes of shared memory of a program, and of local memory of a thread."""
+    """Returns the bytes of shared memory of a program, with a mailbox, and of local memory of a thread."""
     source = ptx_source(function, capability)
     compiled = compile(source)
     cubin = compiled.asm["cubin"] if source == capability else assemble(compiled.asm["ptx"], capability)
-    return compiled.metadata.shared, local_bytes(cubin)
+    mailbox = sum(int(size) for size in re.findall(r"\.shared .* mailbox\[(\d+)\]", compiled.asm["ptx"]))
+    return compiled.metadata.shared + mailbox, local_bytes(cubin)
 
 
 def excesses(problem: Any, launch: Any, device: Device, kind: str = "") -> list[str]:

@@ -316,6 +316,54 @@ def test_a_reset_is_found_however_far_it_is(reverse):
     compare_with_whole(case, "gru", "fwd", 3, resets)
 
 
+# Each with a number of pieces. Clusters of three, four and ten programs; a worker of several items, and of two models.
+IN_CLUSTERS = [
+    (Case("split_registers", "tf32", 192, 11, 3, shared=True, reset_state="stepped", workers=1, cells=WHOLE), 1),
+    (Case("split_registers", "bf16", 250, 3, 3, shared=True, reset_state="fixed", reverse=True, cells=WHOLE), 1),
+    (Case("split_registers", "tf32", 260, 3, 2, shared=True, reverse="bidirectional", workers=1, cells=("lstm",)), 1),
+    (Case("split_registers", "tf32", 192, 11, 3, shared=True, in_place=True, cells=("gru",), seed=0), 1),
+    (Case("split_registers", "bf16", 260, 9, 3, shared=True, cells=("layer_norm_gru",), seed=0), 1),
+    (Case("split_registers", "tf32", 192, 5, 3, shared=True, cells=("rms_norm_gru", "mgu", "simple_tanh")), 1),
+    (Case("split_registers", "tf32", 140, 3, 17, shared=True, reset_state="stepped", cells=WHOLE), 5),
+    (Case("split_registers", "bf16", 192, 2, 12, shared=True, reverse=True, workers=1, cells=("gru",)), 9),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    ("cell", "case", "pieces"),
+    [
+        pytest.param(cell, case, pieces, id=f"{cell}-{case}-{pieces}")
+        for case, pieces in IN_CLUSTERS
+        for cell in case.cells
+    ],
+)
+def test_exchange_in_a_cluster_has_the_bits_of_exchange_through_l2(cell, case, pieces, direction):
+    launch = launch_of(case, cell, direction, pieces)
+    room = {"multiprocessors": launch.config.splits * case.workers} if case.workers else {}
+    device = dataclasses.replace(tiling.PROFILES["h200"], **room)
+    given, results = arrays_of(launch.problem), []
+    for cluster in (1, launch.config.splits):
+        each = Launch(launch.problem, device, dataclasses.replace(launch.config, cluster=cluster))
+        assert len(each.workspaces) == (0 if cluster > 1 else 2 if CELLS[cell].norm and direction == "bwd" else 1)
+        arrays = {name: x.clone() for name, x in given.items()}
+        emulated.run(each, arrays, emulated.kernels_of(each), seed=case.seed)
+        results.append([arrays[name] for name in emulated.outputs_of(launch.problem)])
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_program_has_one_mailbox_between_two_barriers_of_its_cluster(direction):
+    """Nothing may be sent before the receiver has cleared its mailbox, and after it has ended."""
+    case = Case("split_registers", "tf32", 192, 3, 2, shared=True)
+    config = dataclasses.replace(launch_of(case, "gru", direction).config, cluster=3)
+    launch = Launch(problem_of(case, "gru", direction), tiling.PROFILES["h200"], config)
+    (compiled,) = launch.compile()
+    assert len(re.findall(r"barrier\.cluster\.wait", compiled.asm["ptx"])) == 2
+    assert len(re.findall(r"mailbox\[", compiled.asm["ptx"])) == 1
+
+
 def compare_with_whole(case, cell, direction, pieces, resets):
     """Asserts that pieces have the bits of whole sequences, with each of `resets(shape)`, and write all outputs."""
     launch = launch_of(case, cell, direction)

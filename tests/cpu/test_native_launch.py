@@ -278,6 +278,12 @@ def test_large_clusters_and_much_shared_memory_are_requested():
     assert field(done.named("cuLaunchKernelEx")[0], "shared") == "100000"
 
 
+def test_shared_memory_of_a_cluster_is_requested_whatever_its_size():
+    """Together with the kernel's static shared memory, it may be beyond what needs no request."""
+    done = run("launch(jnp.arange(4.), ADD._replace(grid=8, cluster=4, shared_memory=32_800))")
+    assert done.named("cuFuncSetAttribute") == ["add 8=32800"]
+
+
 def test_a_driver_that_cannot_capture_early_launches_gets_none():
     done = run("launch(jnp.arange(4.), ADD._replace(early=True))", FAKE_CUDA_DEVICE="90,132,232448,12020,2")
     assert field(done.named("cuLaunchKernelEx")[0], "attributes") == ""

@@ -78,12 +78,14 @@ def test_explain_names_the_kernels_of_a_gpu_that_is_not_there(device, hidden, pr
         assert text in str(explanation) and f"; {products} products, block_h " in str(explanation)
 
 
-def test_explain_tells_how_many_pieces_a_sequence_may_have():
+def test_explain_tells_how_many_pieces_a_sequence_may_have_and_what_is_a_cluster():
     rnn, xs = nn.GRU(D, 256, precision="tf32"), torch.ones(1024, 8, D)
-    for resets, pieces in ((None, 1), (torch.zeros(1024, 8), 33)):
-        explanation = explain(rnn, xs, resets=resets, device="h200")
+    for device, resets, pieces, cluster in (
+        ("h200", None, 1, 4), ("h200", torch.zeros(1024, 8), 30, 4), ("a100", torch.zeros(1024, 8), 27, 1)
+    ):  # fmt: skip
+        explanation = explain(rnn, xs, resets=resets, device=device)
         assert [launch.tiling.pieces for launch in explanation.launches] == [pieces] * 2
-        assert str(explanation).count(f", pieces {pieces}") == 2
+        assert str(explanation).count(f", pieces {pieces}, cluster {cluster}") == 2
 
 
 def test_explain_follows_the_precision_of_pytorch():

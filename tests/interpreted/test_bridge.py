@@ -298,17 +298,44 @@ def test_pieces_fill_the_gpu_that_sequences_leave_free():
         return config.pieces
 
     for direction in ("fwd", "bwd"):
-        assert chosen(256, 8, direction=direction) == chosen(256, 8, cell="lstm", direction=direction) == 33
-        assert chosen(512, 1, direction=direction) == 64
+        assert chosen(256, 8, direction=direction) == chosen(256, 8, cell="lstm", direction=direction) == 30
+        assert chosen(512, 1, direction=direction) == 56
         assert chosen(20, 12, direction=direction) == 11
     assert (chosen(128, 16), chosen(128, 66), chosen(128, 67), chosen(128, 2048)) == (8, 2, 1, 1)
     assert chosen(128, 16, steps=127) == chosen(256, 8, steps=255) == 1  # finding pieces would take more than 1 %
     assert chosen(128, 16, steps=128) == chosen(32, 16, steps=128) == 8
-    assert chosen(256, 8, steps=256) == 32  # at least eight steps for each
+    assert chosen(256, 1, steps=256) == 32  # at least eight steps for each
     assert (chosen(128, 8, models=8), chosen(128, 8, models=16)) == (2, 1)
     assert chosen(1024, 8) == 1  # of two pieces, each would slow the other down
     assert (chosen(256, 8, device="a100"), chosen(128, 64, device="a100")) == (27, 1)
     assert chosen(128, 16, resets=False) == chosen(256, 8, resets=False) == 1
+
+
+@pytest.mark.interpret
+def test_programs_exchange_in_clusters_where_all_of_them_run_at_once():
+    from benchmarks.problems import make_problem
+    from torch_bridge.tiling import heuristic
+
+    def chosen(hidden, batch, steps=128, cell="gru", resets=True, models=1, device=PROFILES["h200"]):
+        p = make_problem(cell, "bwd", "tf32", hidden, batch, steps=steps)
+        dtypes = tuple(named for named in p.dtypes if resets or named[0] != "reset")
+        p = dataclasses.replace(p, models=models, groups=models, dtypes=dtypes)
+        config = heuristic(p, device)
+        assert config.cluster in (1, config.splits)
+        if config.cluster > 1:
+            assert config.loop == "split_registers" and not config.workspaces(p, device)
+            assert config.workers(p, device) == config.rounds(p, device) * models * config.tiles(p)
+        return config.cluster, config.pieces
+
+    assert chosen(256, 8) == chosen(256, 240, cell="lstm") == chosen(256, 120, models=2) == (4, 1)
+    assert chosen(256, 241) == chosen(256, 120, models=3) == (1, 1)
+    assert chosen(192, 8 * 37, cell="rms_norm_gru") == (3, 1) and chosen(192, 8 * 37 + 1) == (1, 1)
+    assert chosen(512, 56) == (16, 1) and chosen(512, 57) == chosen(1024, 8) == (1, 1)
+    assert chosen(256, 8, steps=1024) == (4, 30)
+    # seven pieces in clusters would be half of those through L2
+    assert chosen(320, 8, steps=1024) == (1, 13) and chosen(320, 8, steps=1024, resets=False) == (10, 1)
+    for other in (PROFILES["b200"], PROFILES["a100"], dataclasses.replace(PROFILES["h200"], multiprocessors=114)):
+        assert chosen(256, 8, device=other) == (1, 1)
 
 
 @pytest.mark.interpret
