@@ -178,6 +178,21 @@ def test_ldmatrix_loads_matrices(transposed):
     np.testing.assert_array_equal(got, np.tile(want, (1, 2)))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stmatrix_stores_what_ldmatrix_loads(transposed):
+    trans = ".trans" * transposed
+    code = "and.b32 %r0, %t, 15; shl.b32 %r0, %r0, 4; shr.u32 %r2, %t, 5; shl.b32 %r2, %r2, 8; add.s32 %r0, %r0, %r2;"
+    code += "mov.b32 %r1, global_smem; add.s32 %r0, %r0, %r1;"
+    code += f"stmatrix.sync.aligned.m8n8.x2{trans}.shared.b16 [%r0], {{%a0, %a1}};"
+    given = RNG.integers(0, 2**32, (2, THREADS), dtype=np.uint32)
+    loads = f"ldmatrix.sync.aligned.m8n8.x2{trans}.shared.b16 {{%d0, %d1}}, [%r0];"
+    np.testing.assert_array_equal(run(f"{code} {loads}", *given, outputs=2), given)
+    words = run(f"{code} bar.sync 0; ld.shared.b32 %d0, [%s]; ld.shared.b32 %d1, [%s+256];", *given, outputs=2)
+    matrices = np.ascontiguousarray(given.reshape(2, 2, 32).swapaxes(0, 1)).view("u2").reshape(2, 2, 8, 8)
+    want = np.ascontiguousarray(matrices.swapaxes(2, 3) if transposed else matrices).reshape(2, THREADS, 2).view("u4")
+    np.testing.assert_array_equal(words, want[..., 0])
+
+
 OTHER_WARP = "xor.b32 %r0, %s, 128;"
 COPY = "cp.async.ca.shared.global [%s+0], [%mine+0], 0x4, %r1; cp.async.commit_group;"
 
@@ -207,6 +222,49 @@ def test_warps_and_programs_poll_for_one_another(seed):
     words[0] = 1 + LANES
     kernel(code).launch(5, {"words": words, "out": out}, seed=seed)
     np.testing.assert_array_equal(out, 1 + LANES + np.arange(5)[:, None])
+
+
+TO_NEXT = """
+    { .shared .align 16 .b8 mailbox[256]; mov.u32 %r0, mailbox; }
+    mad.lo.s32 %r0, %t, 4, %r0;
+    st.shared.b32 [%r0], 0;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    add.s32 %r1, %p, 1; rem.u32 %r1, %r1, 3;
+    mapa.shared::cluster.u32 %r2, %r0, %r1;
+    add.s32 %r3, %p, 1;
+    st.relaxed.cluster.shared::cluster.b32 [%r2], %r3;
+    again: ld.relaxed.cluster.shared::cta.b32 %d0, [%r0];
+    setp.eq.b32 %q0, %d0, 0;
+    @%q0 bra again;
+    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    mul.wide.u32 %w0, %p, 256; add.s64 %yours, %yours, %w0;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_programs_of_a_cluster_write_into_the_shared_memory_of_one_another(seed):
+    out = np.zeros((6, THREADS), np.uint32)
+    kernel(TO_NEXT).launch(6, {"given": BITS, "out": out}, cluster=3, seed=seed)
+    np.testing.assert_array_equal(out[:, 0], [3, 1, 2, 6, 4, 5])
+    assert (out == out[:, :1]).all()
+
+
+@pytest.mark.parametrize(
+    ("message", "old", "new"),
+    [
+        ("address programs beyond a cluster of 3", "rem.u32 %r1, %r1, 3;", ""),
+        ("3 programs wait without end", "@%q0 bra again", "bra again"),
+        ("of a program that has ended", "mapa", "setp.eq.b32 %q1, %p, 2; @%q1 ret; mapa"),
+        ("out of bounds by 64 threads", "cluster.b32 [%r2]", "cluster.b32 [%r2+4096]"),
+        ("an address of the program itself", "cluster.b32 [%r2]", "cluster.b32 [%r0]"),
+        ("mailbox is declared twice", "add.s32 %r3", "{ .shared .align 16 .b8 mailbox[256]; } add.s32 %r3"),
+    ],
+)
+def test_what_is_invalid_in_a_cluster_raises(message, old, new):
+    with pytest.raises(PTXError, match=message):
+        kernel(TO_NEXT.replace(old, new)).launch(
+            3, {"given": BITS, "out": np.zeros((3, THREADS), np.uint32)}, cluster=3
+        )
 
 
 def test_atomic_additions_count_threads():
