@@ -77,11 +77,8 @@ def runner(cell, **options):
     return calls.runner(cell, "triton", precision="default", **options)
 
 
-CELLS = [cell for cell in calls.EVERY_CELL if cell != "simple_relu"]
-
-
 @pytest.mark.parametrize("resets", ["some", "all", "none"])
-@pytest.mark.parametrize(("cell", "hidden"), itertools.product(CELLS, WIDTHS))
+@pytest.mark.parametrize(("cell", "hidden"), [*itertools.product(calls.EVERY_CELL, WIDTHS)])
 def test_outputs_and_gradients(cell, hidden, resets):
     params, carry, xs, some, state = arguments(cell, hidden, stepped=hidden == 250)
     resets = {"some": some, "all": jnp.ones_like(some), "none": jnp.zeros_like(some)}[resets]

@@ -3,7 +3,8 @@
 Words, their numbers and their two buffers are those of `split_common`; only the memory and the instructions differ. A
 program has a mailbox with a box for each sender, and a sender writes its words into the mailbox of every receiver. The
 programs of a worker are a cluster, which the GPU starts as a whole, so a launch need not be cooperative, and workers
-need not run at once. Compute capability 9.0 and newer have clusters.
+need not run at once. Compute capability 9.0 and newer have clusters. Stores that signal an mbarrier (`st.async`) took
+longer than words that are polled (H200).
 
 Gluon has no address of shared memory, but PTX may declare a variable in it anywhere. It adds to the shared memory that
 Triton counts.
