@@ -28,6 +28,16 @@ def _to_all(team, store, before=""):
     return "\n".join(["{", *declared, before, *stores, "mov.b32 $0, 0;", "}"])
 
 
+@gluon.constexpr_function
+def _pair_to(team):
+    """Returns assembly that stores $4 and $5 at the address $2 of program $6, of `team` that a cluster has."""
+    return (
+        "{ .reg .b32 a; .reg .b64 w; .reg .pred p; setp.lt.u32 p, $6, " + str(team) + ";"
+        "@p mapa.shared::cluster.u32 a, $2, $6; mov.b64 w, {$4, $5};"
+        "@p st.relaxed.cluster.shared::cluster.b64 [a], w; mov.b32 $0, 0; mov.b32 $1, 0; }"
+    )
+
+
 @gluon.jit
 def _wait_for_cluster(x):
     """Waits for all threads of the cluster; what they wrote before is then visible to all."""
@@ -85,30 +95,11 @@ def send_to_all(address, word, TEAM: gl.constexpr):
 
 
 @gluon.jit
-def send_to(address, word, receiver):
-    """Sends 32-bit words as they are, each to the program `receiver` of the cluster."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a;
-        mapa.shared::cluster.u32 a, $1, $3;
-        st.relaxed.cluster.shared::cluster.b32 [a], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,r,r,r", [address, word, receiver], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def send_pairs_to(address, word, receiver, TEAM: gl.constexpr):
+    """Sends 32-bit words as they are, each to the program `receiver` of the cluster, if there is one.
 
-
-@gluon.jit
-def send_to_where(address, word, receiver, live):
-    """Sends 32-bit words as they are, each to the program `receiver` of the cluster, where `live` is not 0."""
+    Two adjacent elements of a thread are sent together: they have one receiver and adjacent addresses.
+    """
     gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a;
-        .reg .pred p;
-        setp.ne.b32 p, $4, 0;
-        @p mapa.shared::cluster.u32 a, $1, $3;
-        @p st.relaxed.cluster.shared::cluster.b32 [a], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,r,r,r,r", [address, word, receiver, live], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        _pair_to(TEAM), "=r,=r,r,r,r,r,r,r", [address, word, receiver], dtype=gl.int32, is_pure=False, pack=2
+    )

@@ -72,9 +72,8 @@ from torch_bridge.kernels.loops.cluster_common import (
     close_mailbox,
     open_mailbox,
     send_numbered_to_all,
-    send_to,
+    send_pairs_to,
     send_to_all,
-    send_to_where,
 )
 from torch_bridge.kernels.loops.split_common import (
     Place,
@@ -513,6 +512,12 @@ def _multiply_columns(weights, operands, zeros, SIDE_BY_SIDE: gl.constexpr):
 
 
 @gluon.jit
+def _in_pairs(unit, sequence, BLOCK_H: gl.constexpr):
+    """Returns the place of elements in a box `[batch / 2, units, 2]`; a thread sends two adjacent sequences."""
+    return (sequence // 2) * (2 * BLOCK_H) + unit * 2 + sequence % 2
+
+
+@gluon.jit
 def _send_parts(exchange, parts, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr):
     """Sends each program the part of the float32 tile `parts`, `[units, batch]`, that belongs to its units.
 
@@ -526,13 +531,9 @@ def _send_parts(exchange, parts, number, place, BLOCK_H: gl.constexpr, SPLITS: g
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     if exchange.dtype == gl.int32:
-        offset = sequence[None, None, :] * BLOCK_H + unit[None, :, None]
+        offset = _in_pairs(unit[None, :, None], sequence[None, None, :], BLOCK_H)
         address = mailbox(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 4
-        word, to = to_word(parts, number), receiver[:, None, None] + offset * 0
-        if RECEIVERS == SPLITS:
-            send_to(address, word, to)
-        else:
-            send_to_where(address, word, to, (to < SPLITS).to(gl.int32))
+        send_pairs_to(address, to_word(parts, number), receiver[:, None, None] + offset * 0, SPLITS)
     else:
         offset = (receiver * (SPLITS * BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H
         offset += unit[None, :, None]
@@ -559,6 +560,8 @@ def _receive_parts(
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
     offset = (sender * (BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H + unit[None, :, None]
     if exchange.dtype == gl.int32:
+        offset = _in_pairs(unit[None, :, None], sequence[None, None, :], BLOCK_H)
+        offset += (sender * (BATCH * BLOCK_H))[:, None, None]
         address = mailbox(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4)
     else:
         address = mailbox(exchange, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
@@ -621,7 +624,7 @@ def backward_kernel(
     `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, BLOCK_H]`: two buffers, used in turn, by receiving
     and then by sending program. A word is a float32 partial sum. Its last bit tells whether it is new. `sums` is the
     same for the sums of a norm, `[2, workers, SPLITS, BLOCK_B]`, which every program receives. In a cluster both are
-    None, and each program has what it receives, `[2, SPLITS, BLOCK_B, BLOCK_H]` and `[2, SPLITS, BLOCK_B]`.
+    None, and each program has what it receives, `[2, SPLITS, BLOCK_B / 2, BLOCK_H, 2]` and `[2, SPLITS, BLOCK_B]`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
