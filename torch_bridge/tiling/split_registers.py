@@ -72,6 +72,12 @@ class SplitRegisters(ExchangesWords):
         at_once = CLUSTERS_AT_ONCE.get((device.capability, device.multiprocessors), {})
         return at_once.get(self.cluster, 0) if self.block_b == CLUSTER_BATCH else 0
 
+    def workers(self, problem: Problem, device: Device) -> int:
+        """Returns the number of workers; clusters need not run at once, and each has one tile."""
+        if self.cluster > 1:
+            return problem.models * self.tiles(problem)
+        return super().workers(problem, device)
+
     def in_pieces(self, problem: Problem, device: Device) -> SplitRegisters:
         """Returns the tiling in pieces, and in clusters if all tiles run at once in nearly as many pieces."""
         through_l2 = super().in_pieces(problem, device)

@@ -3,8 +3,8 @@
 Words, their numbers and their two buffers are those of `split_common`; only the memory and the instructions differ. A
 program has a mailbox with a box for each sender, and a sender writes its words into the mailbox of every receiver. The
 programs of a worker are a cluster, which the GPU starts as a whole, so a launch need not be cooperative, and workers
-need not run at once. Compute capability 9.0 and newer have clusters. Stores that signal an mbarrier (`st.async`) took
-longer than words that are polled (H200).
+need not run at once. Each has one tile. Compute capability 9.0 and newer have clusters. Stores that signal an mbarrier
+(`st.async`) took longer than words that are polled (H200).
 
 Gluon has no address of shared memory, but PTX may declare a variable in it anywhere. It adds to the shared memory that
 Triton counts.
@@ -73,6 +73,25 @@ def open_mailbox(place, BYTES: gl.constexpr):
 def close_mailbox(place):
     """Waits until no program of the cluster writes: the shared memory of one that has ended is gone."""
     _wait_for_cluster(place.split)
+
+
+@gluon.jit
+def columns_of(mask_q):
+    """Returns the columns of a tile that have a sequence, or a piece of one, each as a bit of an int32."""
+    column = gl.arange(0, mask_q.shape[0], mask_q.type.layout)
+    return gl.sum(gl.where(mask_q, 1 << column, 0), axis=0)
+
+
+@gluon.jit
+def in_pairs(columns):
+    """Returns the columns of which either one of a pair, 2 k and 2 k + 1, is among `columns`."""
+    return columns | (columns & 0x5555) << 1 | (columns & 0xAAAA) >> 1
+
+
+@gluon.jit
+def has_column(columns, column):
+    """Returns 1 where `column` is among `columns`, otherwise 0. The words of the others need not travel."""
+    return (columns >> column) & 1
 
 
 @gluon.jit

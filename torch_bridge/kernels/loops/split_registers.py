@@ -70,6 +70,9 @@ from torch_bridge.kernels.gluon_common import (
 )
 from torch_bridge.kernels.loops.cluster_common import (
     close_mailbox,
+    columns_of,
+    has_column,
+    in_pairs,
     open_mailbox,
     send_numbered_to_all,
     send_pairs_to,
@@ -237,7 +240,10 @@ def _start_step(
 def _send_state(
     exchange, h, scale, number, live, place, SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr
 ):  # fmt: skip
-    """Sends the hidden state that a step starts from to all programs; a word holds two adjacent units of a sequence."""
+    """Sends the hidden state that a step starts from to all programs; a word holds two adjacent units of a sequence.
+
+    Nothing is sent if `live` is 0. In a cluster, its bits are the columns to send (`columns_of`).
+    """
     BLOCK_H: gl.constexpr = h.shape[0]
     BATCH: gl.constexpr = h.shape[1]
     if SCALED:
@@ -249,7 +255,8 @@ def _send_state(
     offset = sequence[None, :] * (BLOCK_H // 2) + pair[:, None]
     address = mailbox(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     if exchange.dtype == gl.int32:
-        send_numbered_to_all(address, low | (high << 16), offset * 0 + number, offset * 0 + live, SPLITS)
+        sends = offset * 0 + has_column(live, sequence)[None, :]
+        send_numbered_to_all(address, low | (high << 16), offset * 0 + number, sends, SPLITS)
     else:
         send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
 
@@ -269,10 +276,11 @@ def _stack(values):
 
 @gluon.jit
 def _receive_state(
-    operand, exchange, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr
+    operand, exchange, number, place, columns, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr
 ):  # fmt: skip
     """Receives the hidden state of all programs into `operand`, `[groups, batch, part]`.
 
+    In a cluster, columns that are not among `columns` have zeros, which is what nobody has written since the start.
     A thread receives a word of every 64 units, which lie at equal distances. Returns SUMS sums over units of what was
     received, `[batch]`: the sum of squares, and the sum.
     """
@@ -286,7 +294,10 @@ def _receive_state(
     offset = (box * (BATCH * BLOCK_H // 2) + within)[None, :] + sequence[:, None] * (BLOCK_H // 2)
     address = mailbox(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     COUNT: gl.constexpr = SPLITS * BLOCK_H // 64
-    words = receive(address, offset * 0 + number, COUNT, BATCH * 256, BATCH // gl.num_warps(), True, True)
+    number = offset * 0 + number
+    if exchange.dtype == gl.int32:
+        number *= has_column(columns, sequence)[:, None]
+    words = receive(address, number, COUNT, BATCH * 256, BATCH // gl.num_warps(), True, True)
     low, high = (), ()
     for k in gl.static_range(GROUPS * PART // 64):
         if k < COUNT:
@@ -409,6 +420,9 @@ def forward_kernel(
         while item < end:
             tile = locate(item, tiles, arrays.Sizes(T, B, Q, pieces), reset_ptr, unit, BLOCK_B, H, REVERSE)
             mask_q, mask, seq, row, stride = tile.mask_q, tile.mask, tile.seq, tile.row, tile.stride
+            columns = 1
+            if exchange_ptr is None:
+                columns = columns_of(mask_q)
             last = seq[None, :] * H + unit[:, None]
             lane_row, lane_mask = gl.convert_layout(row, BY_LANE), gl.convert_layout(mask_q, BY_LANE)
             lane_steps = tile.steps
@@ -433,11 +447,11 @@ def forward_kernel(
             )
             if pieces is None:
                 sent += 1
-                _send_state(exchange, before[0], scale, sent, 1, place, SCALED, DTYPE, SPLITS)
+                _send_state(exchange, before[0], scale, sent, columns, place, SCALED, DTYPE, SPLITS)
             else:  # nobody would receive the state of a tile without pieces
                 exists = (tile.longest > 0).to(gl.int32)
                 sent += exists
-                _send_state(exchange, before[0], scale, sent, exists, place, SCALED, DTYPE, SPLITS)
+                _send_state(exchange, before[0], scale, sent, exists * columns, place, SCALED, DTYPE, SPLITS)
             for i in range(tile.longest):
                 # equals i, which the compiler cannot tell: else addresses of many steps would take registers
                 opaque_i = i + opaque_zero(i)
@@ -446,7 +460,7 @@ def forward_kernel(
                 next_statistics = load_statistics(x_norm_ptr, x_mean_ptr, next_rows, mask_q)
                 next_lane_rows = forward_rows(lanes, opaque_i + 1, REVERSE)
                 resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
-                received = _receive_state(operand, exchange, sent, place, BLOCK_H, SPLITS, SUMS)
+                received = _receive_state(operand, exchange, sent, place, columns, BLOCK_H, SPLITS, SUMS)
                 products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
                 if SCALED:
                     products = scaled(products, inverse(scale) * w_unscale)
@@ -470,7 +484,7 @@ def forward_kernel(
                 )
                 more = (i + 1 < tile.longest).to(gl.int32)
                 sent += more
-                _send_state(exchange, before[0], scale, sent, more, place, SCALED, DTYPE, SPLITS)
+                _send_state(exchange, before[0], scale, sent, more * columns, place, SCALED, DTYPE, SPLITS)
                 this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
                 live, live_q = mask, mask_q
                 if pieces is not None:
@@ -512,16 +526,16 @@ def _multiply_columns(weights, operands, zeros, SIDE_BY_SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _in_pairs(unit, sequence, BLOCK_H: gl.constexpr):
+def _offset_in_box(unit, sequence, BLOCK_H: gl.constexpr):
     """Returns the place of elements in a box `[batch / 2, units, 2]`; a thread sends two adjacent sequences."""
     return (sequence // 2) * (2 * BLOCK_H) + unit * 2 + sequence % 2
 
 
 @gluon.jit
-def _send_parts(exchange, parts, number, place, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr):
+def _send_parts(exchange, parts, number, place, columns, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr):
     """Sends each program the part of the float32 tile `parts`, `[units, batch]`, that belongs to its units.
 
-    The last bit of each element is replaced by `new_bit`.
+    The last bit of each element is replaced by `new_bit`. In a cluster, only `columns` are sent, which are pairs.
     """
     RECEIVERS: gl.constexpr = parts.shape[0] // BLOCK_H  # those that exist, rounded up to a power of two
     BATCH: gl.constexpr = parts.shape[1]
@@ -531,9 +545,11 @@ def _send_parts(exchange, parts, number, place, BLOCK_H: gl.constexpr, SPLITS: g
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     if exchange.dtype == gl.int32:
-        offset = _in_pairs(unit[None, :, None], sequence[None, None, :], BLOCK_H)
+        offset = _offset_in_box(unit[None, :, None], sequence[None, None, :], BLOCK_H)
         address = mailbox(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 4
-        send_pairs_to(address, to_word(parts, number), receiver[:, None, None] + offset * 0, SPLITS)
+        # no program has the number SPLITS
+        to = gl.where((has_column(columns, sequence) > 0)[None, None, :], receiver[:, None, None], SPLITS)
+        send_pairs_to(address, to_word(parts, number), to + offset * 0, SPLITS)
     else:
         offset = (receiver * (SPLITS * BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H
         offset += unit[None, :, None]
@@ -547,9 +563,12 @@ def _send_parts(exchange, parts, number, place, BLOCK_H: gl.constexpr, SPLITS: g
 
 @gluon.jit
 def _receive_parts(
-    exchange, number, place, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr
+    exchange, number, place, columns, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """Returns the sum of the tiles that all programs sent to this one, always added in the same order.
+
+    In a cluster, columns that are not among `columns` have zeros, which is what nobody has written since the start.
 
     A unit has 64 / BLOCK_H lanes. They take turns with the programs, so the words of a lane lie at equal distances.
     """
@@ -560,12 +579,14 @@ def _receive_parts(
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
     offset = (sender * (BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H + unit[None, :, None]
     if exchange.dtype == gl.int32:
-        offset = _in_pairs(unit[None, :, None], sequence[None, None, :], BLOCK_H)
+        offset = _offset_in_box(unit[None, :, None], sequence[None, None, :], BLOCK_H)
         offset += (sender * (BATCH * BLOCK_H))[:, None, None]
         address = mailbox(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4)
     else:
         address = mailbox(exchange, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
     bit = offset * 0 + new_bit(number)
+    if exchange.dtype == gl.int32:
+        bit *= has_column(columns, sequence)[None, None, :]
     words = receive(address + offset * 4, bit, COUNT, BATCH * 256, 2 * BATCH // gl.num_warps(), False, True)
     return gl.sum(add_words(words), axis=0)
 
@@ -666,6 +687,9 @@ def backward_kernel(
         while item < end:
             tile = locate(item, tiles, arrays.Sizes(T, B, Q, pieces), reset_ptr, unit, BLOCK_B, H, REVERSE)
             mask_q, mask, row, stride = tile.mask_q, tile.mask, tile.row, tile.stride
+            columns = 0
+            if exchange_ptr is None:
+                columns = in_pairs(columns_of(mask_q))
             last = tile.seq[None, :] * H + unit[:, None]
             dstates = load_states(dh_last_ptr, dc_last_ptr, last, has_last_step(tile, pieces is not None))
             rows = row + step_time(tile.steps - 1, T, REVERSE) * stride
@@ -698,7 +722,7 @@ def backward_kernel(
                 if SCALED:
                     parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
                 sent += 1
-                _send_parts(exchange, parts, sent, place, BLOCK_H, SPLITS)
+                _send_parts(exchange, parts, sent, place, columns, BLOCK_H, SPLITS)
 
                 live, live_q = mask, mask_q
                 if pieces is not None:
@@ -713,7 +737,7 @@ def backward_kernel(
                 store_totals(a, at, dh, dstates, this_dys, live)
                 if NORM_WIDTH > 0:
                     norm_state = gl.load(norm_state_ptr + at, mask=live, other=0.0)
-                product = _receive_parts(exchange, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
+                product = _receive_parts(exchange, sent, place, columns, BLOCK_H, BLOCK_B, SPLITS, PARTS)
                 dstates = gradients_before(product, carried, STATES)
                 if NORM_WIDTH > 0:
                     dnorm = _receive_sum(sums, sent, place, BLOCK_H, BLOCK_B, SPLITS, PARTS)
