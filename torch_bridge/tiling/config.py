@@ -56,16 +56,8 @@ class Tiling:
     def _asdict(self) -> dict[str, int]:
         """Returns all numbers by name, also those that are no fields; explanations list them like a named tuple's."""
         names = (
-            "block_h",
-            "block_b",
-            "block_k",
-            "splits",
-            "num_warps",
-            "num_stages",
-            "shared_gates",
-            "pieces",
-            "cluster",
-        )
+            "block_h", "block_b", "block_k", "splits", "num_warps", "num_stages", "shared_gates", "pieces", "cluster",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def room(self, device: Device) -> int:
