@@ -185,7 +185,7 @@ def row_of_piece(row, begin, stride, REVERSE: gl.constexpr):
 # Steps that a program, or each warp by itself, looks at in a turn of the search, which waits for memory once. With few,
 # the search would take a few percent of a loop without resets, whose steps are as short as 0.3 us.
 _STEPS_OF_TURN = gl.constexpr(512)
-_STEPS_OF_WARP = gl.constexpr(256)
+_STEPS_OF_WARP = gl.constexpr(128)
 
 
 @gluon.jit

@@ -668,16 +668,12 @@ def _backward_step(i, carry, memory, weights, zeros, a, tile, config: gl.constex
     dstates = states_without_empty_columns(dstates, config.BLOCK_B)
     if a.reset_ptr is not None:
         dstates = reset_gradients(dstates, this_reset[None, :], a.dreset_h_ptr, a.dreset_c_ptr, at, live)
-    if ROOMY or config.PIECES:
-        store_states(
-            a.dh0_ptr,
-            a.dc0_ptr,
-            tile.seq[None, :] * H + tile.unit[:, None],
-            dstates,
-            is_first_step(tile, i, config.PIECES),
-        )
-    elif i == tile.T - 1:  # without a branch, the next step's addresses would be computed earlier, in registers
-        store_states(a.dh0_ptr, a.dc0_ptr, tile.seq[None, :] * H + tile.unit[:, None], dstates, mask)
+    first = tile.seq[None, :] * H + tile.unit[:, None]
+    if ROOMY:
+        store_states(a.dh0_ptr, a.dc0_ptr, first, dstates, is_first_step(tile, i, config.PIECES))
+    elif (i == tile.steps - 1) & (tile.begin == 0):
+        # without a branch, the next step's residuals would be loaded late, and their addresses computed early
+        store_states(a.dh0_ptr, a.dc0_ptr, first, dstates, mask)
     return _BackwardCarry(dstates, saved, reset, of_norm, dys, next_dys, bound)
 
 
