@@ -302,8 +302,9 @@ def test_pieces_fill_the_gpu_that_sequences_leave_free():
         assert chosen(512, 1, direction=direction) == 56
         assert chosen(20, 12, direction=direction) == 11
     assert (chosen(128, 16), chosen(128, 66), chosen(128, 67), chosen(128, 2048)) == (8, 2, 1, 1)
-    assert chosen(128, 16, steps=127) == chosen(256, 8, steps=255) == 1  # finding pieces would take more than 1 %
-    assert chosen(128, 16, steps=128) == chosen(32, 16, steps=128) == 8
+    # finding pieces would take more than 1 %
+    assert chosen(128, 16, steps=127) == chosen(64, 16, steps=255) == chosen(256, 8, steps=255) == 1
+    assert chosen(128, 16, steps=128) == chosen(32, 16, steps=128) == chosen(64, 16, steps=256) == 8
     assert chosen(256, 1, steps=256) == 32  # at least eight steps for each
     assert (chosen(128, 8, models=8), chosen(128, 8, models=16)) == (2, 1)
     assert chosen(1024, 8) == 1  # of two pieces, each would slow the other down

@@ -105,8 +105,9 @@ class Tiling:
 class OneProgram(Tiling):
     """A tiling whose programs keep the weights of all units on chip."""
 
-    # On an H200, loops without a reset take 0.6 us longer forward and 0.6 us longer backward with the kernels that find
-    # pieces: of 128 steps, that is less than 1 % of a pass, which takes 170 us for 16 sequences of a GRU of 128 units.
+    # On an H200, 128 steps of 16 sequences of a GRU of 128 units take 57.9 us forward and 77.7 us backward. With the
+    # kernels that find pieces, they take 0.2 us more and 0.1 us less without a reset, and 23.3 and 29.2 us with
+    # episodes of 25 steps.
     fewest_steps = 128
 
     block_h: int
