@@ -48,12 +48,8 @@ class Fma(OneProgram):
         return {64: 4, 128: 8}.get(self.block_h, 1)
 
     def fewest_pieces(self, problem: Problem, device: Device) -> int:
-        """Returns two, and none for the LSTM of more than 64 units, which has no register left.
-
-        Nor for fewer than 256 steps of 33 to 64 units: without a reset, 128 steps of a GRU would take 1.2 us longer,
-        which is 1.1 % of a pass.
-        """
-        return 0 if self.shared_gates or (self.block_h == 64 and problem.steps < 256) else 2
+        """Returns two, and none for the LSTM of more than 64 units, which has no register left."""
+        return 0 if self.shared_gates else 2
 
     def shared_memory(self, problem: Problem) -> int:
         """Returns the bytes of the operands of two steps, the weights of `shared_gates` and the sums of a norm."""
