@@ -21,10 +21,13 @@ def _declaration(size):
 
 
 @gluon.constexpr_function
-def _to_all(team, store, before=""):
-    """Returns assembly that runs `store` with `a`, the address $1 in the shared memory of each program of a cluster."""
-    stores = [f"mapa.shared::cluster.u32 a, $1, {rank}; {store}" for rank in range(team)]
-    declared = [".reg .b32 a;", ".reg .b64 w;", ".reg .pred p;"]
+def _to_all(team, store, before="", first="0"):
+    """Returns assembly that runs `store` with `a`, the address $1 in the shared memory of each program of a cluster.
+
+    There are `team` programs, from `first` on.
+    """
+    stores = [f"add.u32 r, {first}, {k}; mapa.shared::cluster.u32 a, $1, r; {store}" for k in range(team)]
+    declared = [".reg .b32 a, r;", ".reg .b64 w;", ".reg .pred p;"]
     return "\n".join(["{", *declared, before, *stores, "mov.b32 $0, 0;", "}"])
 
 
@@ -95,12 +98,15 @@ def has_column(columns, column):
 
 
 @gluon.jit
-def send_numbered_to_all(address, word, number, live, TEAM: gl.constexpr):
-    """Sends 32-bit words with their number to all programs, where `live` is not 0; see `split_common.send_numbered`."""
+def send_numbered_to(address, word, number, live, first, COUNT: gl.constexpr):
+    """Sends 32-bit words with their number to COUNT programs from `first` on, where `live` is not 0.
+
+    See `split_common.send_numbered`.
+    """
     STORE: gl.constexpr = "@p st.relaxed.cluster.shared::cluster.b64 [a], w;"
     gl.inline_asm_elementwise(
-        _to_all(TEAM, STORE, "setp.ne.b32 p, $4, 0; mov.b64 w, {$2, $3};"),
-        "=r,r,r,r,r", [address, word, number, live], dtype=gl.int32, is_pure=False, pack=1,
+        _to_all(COUNT, STORE, "setp.ne.b32 p, $4, 0; mov.b64 w, {$2, $3};", "$5"),
+        "=r,r,r,r,r,r", [address, word, number, live, first], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -114,11 +120,12 @@ def send_to_all(address, word, TEAM: gl.constexpr):
 
 
 @gluon.jit
-def send_pairs_to(address, word, receiver, TEAM: gl.constexpr):
-    """Sends 32-bit words as they are, each to the program `receiver` of the cluster, if there is one.
+def send_pairs_to(address, word, receiver, PROGRAMS: gl.constexpr):
+    """Sends 32-bit words as they are, each to the program `receiver` of the cluster.
 
-    Two adjacent elements of a thread are sent together: they have one receiver and adjacent addresses.
+    Nothing is sent to programs from PROGRAMS on, unless that is None. Two adjacent elements of a thread are sent
+    together: they have one receiver and adjacent addresses.
     """
     gl.inline_asm_elementwise(
-        _pair_to(TEAM), "=r,=r,r,r,r,r,r,r", [address, word, receiver], dtype=gl.int32, is_pure=False, pack=2
+        _pair_to(PROGRAMS), "=r,=r,r,r,r,r,r,r", [address, word, receiver], dtype=gl.int32, is_pure=False, pack=2
     )

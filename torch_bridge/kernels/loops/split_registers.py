@@ -74,7 +74,7 @@ from torch_bridge.kernels.loops.cluster_common import (
     has_column,
     in_pairs,
     open_mailbox,
-    send_numbered_to_all,
+    send_numbered_to,
     send_pairs_to,
     send_to_all,
 )
@@ -255,8 +255,15 @@ def _send_state(
     offset = sequence[None, :] * (BLOCK_H // 2) + pair[:, None]
     address = mailbox(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     if exchange.dtype == gl.int32:
-        sends = offset * 0 + has_column(live, sequence)[None, :]
-        send_numbered_to_all(address, low | (high << 16), offset * 0 + number, sends, SPLITS)
+        LANES: gl.constexpr = 64 // BLOCK_H  # of a pair; each sends to a share of the programs
+        SHARES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [LANES, BLOCK_H // 2, 1], [1, 1, gl.num_warps()], [1, 0, 2])
+        word = gl.convert_layout(low | (high << 16), gl.SliceLayout(0, SHARES))[None, :, :]
+        address = gl.convert_layout(address, gl.SliceLayout(0, SHARES))[None, :, :]
+        first = gl.arange(0, LANES, gl.SliceLayout(1, gl.SliceLayout(2, SHARES)))[:, None, None] * (SPLITS // LANES)
+        nothing = (word + first) * 0
+        sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, SHARES)))
+        sends = nothing + has_column(live, sequence)[None, None, :]
+        send_numbered_to(address, word + nothing, nothing + number, sends, first, SPLITS // LANES)
     else:
         send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
 
