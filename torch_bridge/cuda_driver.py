@@ -57,15 +57,15 @@ def device(ordinal: int) -> Device:
 
 
 def allow_clusters(function: int, shared_memory: int, ordinal: int) -> None:
-    """Lets a kernel that is loaded onto a GPU run in clusters of up to 16 programs.
+    """Lets a kernel run in clusters of up to 16 programs, each with so many bytes of dynamic shared memory.
 
-    They have so many bytes of dynamic shared memory each.
+    The kernel, `function`, is loaded onto the GPU `ordinal`.
 
     Triton's launcher allows clusters of 16 alone. Its loader asks for dynamic shared memory beyond 48 KB, but not where
     it is beyond that together with the kernel's static shared memory.
 
     Raises:
-      DriverError: a program has less shared memory.
+      DriverError: a program may not have as much shared memory.
     """
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(handle), ordinal)

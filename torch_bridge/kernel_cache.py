@@ -39,8 +39,8 @@ _TOOLCHAIN = ("_C", "backends", "compiler", "language", "experimental/gluon")
 _LOCATIONS = frozenset(("TRITON_HOME", "TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR"))
 # The fields of Triton's metadata that a launch reads.
 _METADATA = (
-    "global_scratch_size", "profile_scratch_size", "num_ctas", "num_warps", "warp_size", "shared",
-    "launch_cooperative_grid", "launch_pdl",
+    "global_scratch_size", "profile_scratch_size", "num_warps", "warp_size", "shared", "launch_cooperative_grid",
+    "launch_pdl",
 )  # fmt: skip
 
 

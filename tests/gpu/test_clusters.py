@@ -52,9 +52,9 @@ def clusters_at_once(table):
         yield found
 
 
-def assert_same_results(run):
+def assert_same_results(run, table=split_registers.CLUSTERS_AT_ONCE):
     """Asserts that `run()` has the same results in clusters as through L2, and that launches had clusters."""
-    device, table = gpu.device(0), split_registers.CLUSTERS_AT_ONCE
+    device = gpu.device(0)
     with clusters_at_once(table) as found:
         in_clusters = run()
     assert (max(found) > 1) == ((device.capability, device.multiprocessors) in table)
@@ -110,6 +110,16 @@ def test_models_of_vmap_and_both_directions(cell, hidden):
         return calls.run_bidirectional(cell, *two, xs, resets=(resets, resets), **options)
 
     assert_same_bits(calls.with_gradients(lambda p, c, x, *_: both(p, c, x)), params, carry, xs, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("cell", "hidden", "batch"), [("gru", 256, 253), ("lstm", 256, 253), ("gru", 320, 93), ("gru", 512, 61)]
+)
+def test_clusters_that_do_not_all_run_at_once(cell, hidden, batch):
+    """Some then begin when others have ended. The last tile of a model has five sequences."""
+    more = {device: dict.fromkeys(teams, 1000) for device, teams in split_registers.CLUSTERS_AT_ONCE.items()}
+    args = arguments(cell, hidden, batch=(batch,), steps=9)
+    assert_same_results(lambda: jax.device_get(jax.jit(calls.with_gradients(runner(cell)))(*args)), more)
 
 
 @pytest.mark.parametrize(("cell", "batch", "hidden"), [("gru", 8, 256), ("lstm", 8, 192), ("gru", 1, 512)])

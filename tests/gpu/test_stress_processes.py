@@ -3,6 +3,7 @@
 `make stress` runs these tests, on a GPU that nothing else uses; other runs leave them out.
 """
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -208,19 +209,49 @@ def sanitized_run(tmp_path_factory):
     return found, environment
 
 
+def is_of_a_mailbox(record):
+    """Returns whether a hazard of racecheck is between stores and polls of a word that a cluster exchanges.
+
+    These are relaxed accesses of the scope of the cluster, which may race: a word says by itself whether it is new.
+    Racecheck knows barriers alone.
+    """
+    from torch_bridge.kernels.loops import cluster_common, split_common
+
+    def lines_of(*functions):
+        found = set()
+        for function in functions:
+            lines, first = inspect.getsourcelines(function.fn)
+            name = Path(inspect.getsourcefile(function.fn)).name
+            found |= {(name, line) for line in range(first, first + len(lines))}
+        return found
+
+    places = {
+        "Read": lines_of(split_common.receive),
+        "Write": lines_of(cluster_common.send_numbered_to, cluster_common.send_to_all, cluster_common.send_pairs_to),
+    }
+    accesses = re.findall(r"(Read|Write) access at \S+ in (\S+):(\d+)", record)
+    kinds = {kind for kind, _, _ in accesses}
+    return kinds == set(places) and all((name, int(line)) in places[kind] for kind, name, line in accesses)
+
+
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
 def test_the_sanitizer_finds_no_fault_in_any_kind_of_kernel(tool, sanitized_run):
     """Every array has memory of its own, so that an access out of bounds is found.
 
     The launch asks each kernel for a parameter after its last, to learn their number, and memcheck reports that call.
+    Racecheck reports the words of clusters (`is_of_a_mailbox`).
     """
     sanitizer, environment = sanitized_run
     checked = [option for part in sanitized.KERNELS for option in ("--kernel-name", f"kernel_substring={part}")]
     done = subprocess.run(
-        [sanitizer, "--tool", tool, *checked, sys.executable, SANITIZED],
+        [sanitizer, "--tool", tool, "--print-limit", "100000", *checked, sys.executable, SANITIZED],
         env=environment, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     said = done.stdout[:3000] + done.stdout[-3000:] + done.stderr[-2000:]
     assert done.returncode == 0 and "launches of time loops" in done.stdout, said
     summaries = re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)", done.stdout)
-    assert summaries == [str(done.stdout.count("on CUDA API call to cuFuncGetParamInfo"))], said
+    records = done.stdout.split("Race reported between")[1:]
+    others = [record for record in records if not is_of_a_mailbox(record)]
+    assert not others, others[0][:3000]
+    expected = len(records) + done.stdout.count("on CUDA API call to cuFuncGetParamInfo")
+    assert summaries == [str(expected)], said

@@ -396,7 +396,7 @@ static int load(const Device* device, const Call* call, Kernel* kernel, const ch
   if ((*failed = "cuModuleLoadData", status = cu.cuModuleLoadData(&module, call->cubin.ptr))) return status;
   do {
     TRY(cuModuleGetFunction, &kernel->function, module, call->name);
-    // beyond this size, shared memory has to be requested; that of kernels with clusters adds to the static one
+    // Beyond this size, shared memory has to be requested. Kernels with clusters have static shared memory, too.
     if (bytes > 48 * 1024 || call->launch[CLUSTER] > 1) {
       TRY(cuFuncSetCacheConfig, kernel->function, CU_FUNC_CACHE_PREFER_SHARED);
       TRY(cuFuncSetAttribute, kernel->function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes);

@@ -3,8 +3,11 @@
 Words, their numbers and their two buffers are those of `split_common`; only the memory and the instructions differ. A
 program has a mailbox with a box for each sender, and a sender writes its words into the mailbox of every receiver. The
 programs of a worker are a cluster, which the GPU starts as a whole, so a launch need not be cooperative, and workers
-need not run at once. Each has one tile. Compute capability 9.0 and newer have clusters. Stores that signal an mbarrier
-(`st.async`) took longer than words that are polled (H200).
+need not run at once. Each has one tile, so a column without a sequence never has an old word. Compute capability 9.0
+and newer have clusters. Stores that signal an mbarrier (`st.async`) took longer than words that are polled (H200).
+
+Stores and polls of a word are relaxed, of the scope of the cluster and of the same size, so they are no data race. That
+of a pair is a vector of two such words.
 
 Gluon has no address of shared memory, but PTX may declare a variable in it anywhere. It adds to the shared memory that
 Triton counts.
@@ -35,9 +38,8 @@ def _to_all(team, store, before="", first="0"):
 def _pair_to(team):
     """Returns assembly that stores $4 and $5 at the address $2 of program $6, of `team` that a cluster has."""
     return (
-        "{ .reg .b32 a; .reg .b64 w; .reg .pred p; setp.lt.u32 p, $6, " + str(team) + ";"
-        "@p mapa.shared::cluster.u32 a, $2, $6; mov.b64 w, {$4, $5};"
-        "@p st.relaxed.cluster.shared::cluster.b64 [a], w; mov.b32 $0, 0; mov.b32 $1, 0; }"
+        "{ .reg .b32 a; .reg .pred p; setp.lt.u32 p, $6, " + str(team) + "; @p mapa.shared::cluster.u32 a, $2, $6;"
+        "@p st.relaxed.cluster.shared::cluster.v2.b32 [a], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0; }"
     )
 
 
@@ -59,6 +61,7 @@ def open_mailbox(place, BYTES: gl.constexpr):
     WARPS: gl.constexpr = gl.num_warps()
     STRIDE: gl.constexpr = 256 * WARPS  # bytes that all threads clear at once
     COUNT: gl.constexpr = (BYTES + STRIDE - 1) // STRIDE
+    gl.static_assert(COUNT * STRIDE <= 48 * 1024, "a variable in shared memory has at most 48 KB")
     mailbox = gl.inline_asm_elementwise(
         _declaration(COUNT * STRIDE), "=r,r", [place.split], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -120,12 +123,11 @@ def send_to_all(address, word, TEAM: gl.constexpr):
 
 
 @gluon.jit
-def send_pairs_to(address, word, receiver, PROGRAMS: gl.constexpr):
-    """Sends 32-bit words as they are, each to the program `receiver` of the cluster.
+def send_pairs_to(address, word, receiver, TEAM: gl.constexpr):
+    """Sends 32-bit words as they are, each to the program `receiver` of the cluster, if it has such a program.
 
-    Nothing is sent to programs from PROGRAMS on, unless that is None. Two adjacent elements of a thread are sent
-    together: they have one receiver and adjacent addresses.
+    Two adjacent elements of a thread are sent together: they have one receiver and adjacent addresses.
     """
     gl.inline_asm_elementwise(
-        _pair_to(PROGRAMS), "=r,=r,r,r,r,r,r,r", [address, word, receiver], dtype=gl.int32, is_pure=False, pack=2
+        _pair_to(TEAM), "=r,=r,r,r,r,r,r,r", [address, word, receiver], dtype=gl.int32, is_pure=False, pack=2
     )

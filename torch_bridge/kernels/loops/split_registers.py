@@ -287,7 +287,7 @@ def _receive_state(
 ):  # fmt: skip
     """Receives the hidden state of all programs into `operand`, `[groups, batch, part]`.
 
-    In a cluster, columns that are not among `columns` have zeros, which is what nobody has written since the start.
+    In a cluster, columns that are not among `columns` are zeros: nobody writes them, and the mailbox was cleared.
     A thread receives a word of every 64 units, which lie at equal distances. Returns SUMS sums over units of what was
     received, `[batch]`: the sum of squares, and the sum.
     """
@@ -427,7 +427,7 @@ def forward_kernel(
         while item < end:
             tile = locate(item, tiles, arrays.Sizes(T, B, Q, pieces), reset_ptr, unit, BLOCK_B, H, REVERSE)
             mask_q, mask, seq, row, stride = tile.mask_q, tile.mask, tile.seq, tile.row, tile.stride
-            columns = 1
+            columns = 1  # through L2, all or none are sent
             if exchange_ptr is None:
                 columns = columns_of(mask_q)
             last = seq[None, :] * H + unit[:, None]
@@ -542,7 +542,7 @@ def _offset_in_box(unit, sequence, BLOCK_H: gl.constexpr):
 def _send_parts(exchange, parts, number, place, columns, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr):
     """Sends each program the part of the float32 tile `parts`, `[units, batch]`, that belongs to its units.
 
-    The last bit of each element is replaced by `new_bit`. In a cluster, only `columns` are sent, which are pairs.
+    The last bit of each element is replaced by `new_bit`. In a cluster, only `columns` are sent, which are in pairs.
     """
     RECEIVERS: gl.constexpr = parts.shape[0] // BLOCK_H  # those that exist, rounded up to a power of two
     BATCH: gl.constexpr = parts.shape[1]
@@ -575,7 +575,8 @@ def _receive_parts(
 ):  # fmt: skip
     """Returns the sum of the tiles that all programs sent to this one, always added in the same order.
 
-    In a cluster, columns that are not among `columns` have zeros, which is what nobody has written since the start.
+    In a cluster, columns that are not among `columns` are zeros: nobody writes them, and the mailbox was cleared.
+    Sender and receiver need the same `columns`, in pairs (`in_pairs`).
 
     A unit has 64 / BLOCK_H lanes. They take turns with the programs, so the words of a lane lie at equal distances.
     """
@@ -694,7 +695,7 @@ def backward_kernel(
         while item < end:
             tile = locate(item, tiles, arrays.Sizes(T, B, Q, pieces), reset_ptr, unit, BLOCK_B, H, REVERSE)
             mask_q, mask, row, stride = tile.mask_q, tile.mask, tile.row, tile.stride
-            columns = 0
+            columns = 0  # through L2, all are sent
             if exchange_ptr is None:
                 columns = in_pairs(columns_of(mask_q))
             last = tile.seq[None, :] * H + unit[:, None]
