@@ -306,9 +306,11 @@ def few_sequences() -> str:
 def episodes() -> str:
     """The times of sequences whose episodes run side by side, by how episodes begin."""
     ms = figures("episodes")
-    peers = [heading for heading in PEERS if heading != "TorchRL Triton"]
+    measured = {provider for _, provider in ms}
+    peers = [heading for heading, providers in PEERS.items() if providers[0] in measured]
     table = recurrences(ms, dict.fromkeys(case for case, _ in ms), peers, 2)
-    return together(table, prose(ahead(ms), measured_on("episodes")))
+    sentences = [ahead(ms), *(["A `-` is not measured."] if "| - |" in table else []), measured_on("episodes")]
+    return together(table, prose(*sentences))
 
 
 def other_cells() -> str:
