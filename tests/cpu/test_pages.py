@@ -116,6 +116,18 @@ def test_norms_without_a_larger_share_elsewhere_have_no_gap(monkeypatch):
     assert "larger share in 1 of" in text and f"{cases.NORMS[0]}: XLA has 0.95, ours 0.90." in text
 
 
+def test_the_table_of_episodes_has_the_peers_with_a_figure(monkeypatch):
+    found = {("GRU 8,8,8", "jaxrnn"): 1.0, ("GRU 8,8,8", "flax"): 7.0, ("GRU 4,4,4", "jaxrnn"): 1.0}
+    monkeypatch.setattr(pages, "figures", lambda suite: found)
+    shown = pages.episodes()
+    assert "| B, T, H | jaxrnn | Flax |\n" in shown and "| GRU 4,4,4 | **1.00 / -** | - |\n" in shown
+    assert "A `-` is not measured." in shown
+    del found["GRU 4,4,4", "jaxrnn"]
+    assert "not measured" not in pages.episodes()
+    found["GRU 8,8,8", "torchrl"] = 3.0
+    assert "| Flax | TorchRL Triton |\n" in pages.episodes()
+
+
 def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
     def run(implementation, speed, returns):
         return {
