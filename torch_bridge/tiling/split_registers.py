@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
-from torch_bridge.tiling.config import ExchangesWords
+from torch_bridge.tiling.config import ExchangesWords, Tiling
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels
@@ -41,7 +41,8 @@ START_US = 20.0
 # programs 0.79 in place of 1.18 us and 0.96 in place of 1.65 us (512 units, one sequence). Where they do not, it takes
 # 1.4 to 1.95 times as long as through L2.
 CLUSTERS_AT_ONCE = {(90, 132): {3: 37, 4: 30, 10: 7, 12: 7, 14: 7, 16: 7}}
-# Sequences of a tile for which clusters were measured.
+# Sequences of a tile for which clusters were measured. With 16, the mailbox of 16 programs would exceed 48 KB, which is
+# the most that ptxas allows.
 CLUSTER_BATCH = 8
 # Fewest pieces in clusters over those through L2. With 7 in place of 13, eight sequences of 1024 steps and 320 units
 # take 0.74 of the time with 1 % of resets, and 1.02 of it with episodes of 52 steps.
@@ -67,7 +68,7 @@ class SplitRegisters(ExchangesWords):
         return WIDEST[self.block_h]
 
     def fewest_steps(self, problem: Problem) -> int:
-        """Returns `FEWEST_STEPS`."""
+        """Returns `FEWEST_STEPS`, whose comment has the measurement."""
         return FEWEST_STEPS
 
     def room(self, device: Device) -> int:
@@ -84,12 +85,15 @@ class SplitRegisters(ExchangesWords):
         return super().workers(problem, device)
 
     def in_pieces(self, problem: Problem, device: Device) -> SplitRegisters:
-        """Returns the tiling in pieces, and in clusters if all tiles run at once in nearly as many pieces."""
+        """Returns the tiling in pieces if resets cut sequences, and with or without resets in clusters.
+
+        In clusters, all tiles must run at once, and there must be nearly as many pieces.
+        """
         through_l2 = super().in_pieces(problem, device)
         clusters = replace(self, cluster=self.splits)
         if problem.models * clusters.tiles(problem) > clusters.room(device):
             return through_l2
-        in_clusters = super(SplitRegisters, clusters).in_pieces(problem, device)
+        in_clusters = Tiling.in_pieces(clusters, problem, device)
         enough = in_clusters.pieces >= FEWEST_PIECES_IN_CLUSTERS * through_l2.pieces
         return in_clusters if enough else through_l2
 
