@@ -231,7 +231,7 @@ def test_derivatives_of_passes_fit_and_do_not_spill(target, full, whole, cell, k
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize(("cell", "hidden"), [("gru", 32), ("gru", 64), ("gru", 128), ("lstm", 128)])
 def test_lanes_of_a_warp_run_the_same_steps_of_a_piece(cell, hidden, direction):
-    """If ptxas does not see that they do, it synchronizes them at each step, which takes 25 cycles."""
+    """If ptxas does not see that they do, it synchronizes them at each step, which takes 20 to 50 cycles (H200)."""
     from torch_bridge.recurrences import Launch
 
     device = PROFILES["h200"]
