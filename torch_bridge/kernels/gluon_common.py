@@ -258,7 +258,7 @@ def locate_piece(model, number, sizes, reset_ptr, REVERSE: gl.constexpr):
 
     `_chunk_of_piece` defines a piece. Every warp finds its bounds by itself, as minima over its lanes, without a
     barrier. ptxas sees that such a minimum is the same for all lanes, and compiles the loop over steps as if its length
-    were an argument of the kernel. If lanes could leave that loop one by one, each step would take 20 to 50 cycles more.
+    were an argument of the kernel. If lanes could leave that loop one by one, a step would take 20 to 50 cycles more.
     """
     T, B, Q, pieces = sizes
     sequences = Q.to(gl.int32)
