@@ -1,4 +1,7 @@
-"""What NVIDIA's driver says of itself and of the GPUs that it shows to this process. PyTorch is not needed."""
+"""What NVIDIA's driver says of itself and of the GPUs that it shows to this process, and what it lets kernels do.
+
+PyTorch is not needed.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,8 @@ def allow_clusters(function: int, shared_memory: int, ordinal: int) -> None:
 
     The kernel, `function`, is loaded onto the GPU `ordinal`.
 
-    Triton's launcher allows clusters of 16 alone. Its loader asks for dynamic shared memory beyond 48 KB, but not where
-    it is beyond that together with the kernel's static shared memory.
+    More than 8 programs need the driver's permission, for which Triton's launcher asks with 16 only. Its loader asks
+    for dynamic shared memory beyond 48 KB, but not for less that exceeds 48 KB together with the static one.
 
     Raises:
       DriverError: a program may not have as much shared memory.

@@ -33,7 +33,7 @@ class Arguments:
         for i, name in self._pointers:
             arguments[i] = addresses[name]
         metadata = compiled.packed_metadata
-        if cluster > 1:  # in place of Triton's own clusters, whose programs it makes from one
+        if cluster > 1:  # metadata[1] is num_ctas, by which Triton's launcher multiplies the grid
             metadata, grid = (metadata[0], cluster, *metadata[2:]), grid // cluster
         # the three None are the metadata of the launch, and the hooks before and after it
         compiled.run(grid, 1, 1, stream, compiled.function, metadata, None, None, None, *arguments)

@@ -84,7 +84,7 @@ class Tile(NamedTuple):
     unit: Any  # hidden units
     mask: Any  # which elements of a tile of states exist
     mask_q: Any  # which sequences, or pieces, exist
-    steps: Any  # number of steps of each: T, or those of the piece, at least 1
+    steps: Any  # number of steps of each: T, or those of the piece; without one 1, but 0 if a program has one sequence
     longest: Any  # number of steps that the program runs: T, or those of its longest piece, 0 if it has none
     begin: Any  # first step of each piece, or 0 if a sequence is one piece
 

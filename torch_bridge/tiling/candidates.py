@@ -68,6 +68,7 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "
             f'can share (at most {max_hidden(device)}); pass implementation="xla"'
         )
+    # and in clusters, of which the costs above know nothing
     return [config.in_pieces(problem, device) for config in configs]
 
 

@@ -37,8 +37,8 @@ class Tiling:
       in_float32: whether the kernels multiply in full float32 where TF32 is allowed, too.
       shared_gates: number of gates whose weights are in shared memory instead of registers.
       pieces: number of pieces of a sequence that may run side by side, if resets cut it.
-      cluster: number of programs of a cluster; if it is more than one, they share the units, and exchange data through
-        one another's shared memory.
+      cluster: 1, or `splits`: the programs that share the units are then a cluster, and exchange data through one
+        another's shared memory instead of L2.
     """
 
     loop: ClassVar[Loop]

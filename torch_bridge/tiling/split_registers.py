@@ -19,7 +19,7 @@ WIDEST = {64: 256, 32: 512, 16: 1024}
 
 # Microseconds per step of one tile, by sequences per tile: fixed; per program that shares the units; per megabyte that
 # all programs exchange in a step; per 1e5 elements of the states of all tiles that run at once. Estimated from 250
-# timings on an H100 (Triton 3.6) with 192 to 1024 units, with one tile and with as many as run at once.
+# timings on an H100 (Triton 3.6) with 192 to 1024 units, with one tile and with as many as run at once, through L2.
 STEP_COST = {
     ("gru", "fwd"): {8: (1.25, 0.016, 0.0, 0.6), 16: (1.57, 0.028, 0.0, 0.6)},
     ("gru", "bwd"): {8: (1.2, 0.02, 0.35, 0.6)},
@@ -27,7 +27,7 @@ STEP_COST = {
     ("lstm", "bwd"): {8: (1.38, 0.02, 0.35, 0.4)},
 }
 # Without a reset, eight sequences of 1024 steps and 256 units take 0.955 of the time with the kernel that finds pieces
-# (H200). Fewer steps than these were not measured.
+# (through L2, H200). Fewer than 256 steps were not measured.
 FEWEST_STEPS = 256
 # Fewest pieces for which all programs together are faster, although they slow one another down. On an H200, eight
 # sequences of 256 steps and 1024 units, of which there are two pieces, take 1.82 ms instead of 1.75 ms without resets,
@@ -36,17 +36,18 @@ FEWEST_PIECES = 4
 # Microseconds until a program has loaded the weights of a model.
 START_US = 20.0
 # How many clusters run at once, one program an SM, by capability and SMs of a device and by programs of a cluster: a
-# cluster needs the SMs of one GPC. Measured on an H200. Where all tiles run at once, a step takes 0.84 us in place of
-# 1.26 us forward and 1.14 us in place of 1.32 us backward (GRU of 256 units, 4 programs, 8 sequences), and with 16
-# programs 0.79 in place of 1.18 us and 0.96 in place of 1.65 us (512 units, one sequence). Where they do not, it takes
-# 1.4 to 1.95 times as long as through L2.
+# cluster needs the SMs of one GPC. Measured on an H200; another GPU with as many SMs may have them in other GPCs, and
+# run fewer clusters at once. Where all tiles run at once, a step takes 0.84 us in place of 1.26 us forward and 1.14 us
+# in place of 1.32 us backward (GRU of 256 units, 4 programs, 8 sequences), and with 16 programs 0.79 in place of 1.18
+# us and 0.96 in place of 1.65 us (512 units, one sequence). Where they do not, it takes 1.4 to 1.95 times as long as
+# through L2.
 CLUSTERS_AT_ONCE = {(90, 132): {3: 37, 4: 30, 10: 7, 12: 7, 14: 7, 16: 7}}
 # Sequences of a tile for which clusters were measured. With 16, the mailbox of 16 programs would exceed 48 KB, which is
 # the most that ptxas allows.
 CLUSTER_BATCH = 8
 # Fewest pieces in clusters over those through L2. With 7 in place of 13, eight sequences of 1024 steps and 320 units
 # take 0.74 of the time with 1 % of resets, and 1.02 of it with episodes of 52 steps.
-FEWEST_PIECES_IN_CLUSTERS = 0.5
+SHARE_OF_PIECES_IN_CLUSTERS = 0.5
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,14 @@ class SplitRegisters(ExchangesWords):
     def in_pieces(self, problem: Problem, device: Device) -> SplitRegisters:
         """Returns the tiling in pieces if resets cut sequences, and with or without resets in clusters.
 
-        In clusters, all tiles must run at once, and there must be nearly as many pieces.
+        Clusters are taken if all tiles run at once, and at least SHARE_OF_PIECES_IN_CLUSTERS times as many pieces.
         """
         through_l2 = super().in_pieces(problem, device)
         clusters = replace(self, cluster=self.splits)
         if problem.models * clusters.tiles(problem) > clusters.room(device):
             return through_l2
         in_clusters = Tiling.in_pieces(clusters, problem, device)
-        enough = in_clusters.pieces >= FEWEST_PIECES_IN_CLUSTERS * through_l2.pieces
+        enough = in_clusters.pieces >= SHARE_OF_PIECES_IN_CLUSTERS * through_l2.pieces
         return in_clusters if enough else through_l2
 
     def fewest_pieces(self, problem: Problem, device: Device) -> int:

@@ -6,8 +6,8 @@ programs of a worker are a cluster, which the GPU starts as a whole, so a launch
 need not run at once. Each has one tile, so a column without a sequence never has an old word. Compute capability 9.0
 and newer have clusters. Stores that signal an mbarrier (`st.async`) took longer than words that are polled (H200).
 
-Stores and polls of a word are relaxed, of the scope of the cluster and of the same size, so they are no data race. That
-of a pair is a vector of two such words.
+Stores and polls of a word are relaxed, of the scope of the cluster and of the same size, so they are no data race. A
+store of a pair is a vector of two such words.
 
 Gluon has no address of shared memory, but PTX may declare a variable in it anywhere. It adds to the shared memory that
 Triton counts.
@@ -45,7 +45,10 @@ def _pair_to(team):
 
 @gluon.jit
 def _wait_for_cluster(x):
-    """Waits for all threads of the cluster; what they wrote before is then visible to all."""
+    """Waits for all threads of the cluster; what they wrote before is then visible to all.
+
+    `x` is any int32 scalar: inline assembly needs an operand.
+    """
     gl.inline_asm_elementwise(
         "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; mov.b32 $0, 0;",
         "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1,

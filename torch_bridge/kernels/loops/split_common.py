@@ -5,8 +5,9 @@ and memory starts at zero. A word of 32 bits and its number are stored together 
 message n polls the word until its number is n. The word takes one trip through L2, instead of the three of a barrier
 (write, count, read). In a float32 word the last bit is enough, which changes each time the buffer is used (`new_bit`).
 Words are double-buffered: a program sends message n + 2 after it has received n + 1 from all the others, who sent it
-after they had received n, so none of them still reads the buffer. All programs must run at once, so the kernels require
-a cooperative launch.
+after they had received n, so none of them still reads the buffer. Programs that exchange words must run at once, so
+the kernels require a cooperative launch, or a cluster (`cluster_common`), where a word goes to the receiver's shared
+memory.
 
 A worker is the SPLITS programs that run one tile at a time. An item is a tile of one model. A box is the memory for
 what one program sends to one other, or to all, in one message.
@@ -221,7 +222,7 @@ def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: 
 
 
 @gluon.jit
-def mailbox(exchange, number, place, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
+def box_address(exchange, number, place, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
     """Returns the address of box `box`, of BOXES of BYTES each, in the buffer that message `number` uses.
 
     The boxes are a worker's in global memory or, if `exchange` is the address of a mailbox (`cluster_common`), there.
@@ -247,7 +248,7 @@ def _send_tile(exchange_ptr, x, number, live, place, DTYPE: gl.constexpr, SPLITS
     offset = (batch // 2)[None, :] * 64 + unit[:, None]
     low, high = x.reshape([64, BATCH // 2, 2]).split()
     offset, _ = offset.reshape([64, BATCH // 2, 2]).split()
-    address = mailbox(exchange_ptr, number, place, place.split, SPLITS, BATCH * 256) + offset * 8
+    address = box_address(exchange_ptr, number, place, place.split, SPLITS, BATCH * 256) + offset * 8
     send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
 
 
@@ -278,7 +279,7 @@ def receive_tile(operands, exchange_ptr, number, place, DTYPE: gl.constexpr, SPL
     batch = gl.arange(0, BATCH // 2, gl.SliceLayout(1, LOAD))
     unit = gl.arange(0, 64, gl.SliceLayout(0, LOAD))
     offset = batch[:, None] * 64 + unit[None, :]
-    address = mailbox(exchange_ptr, number, place, 0, SPLITS, BATCH * 256) + offset * 8
+    address = box_address(exchange_ptr, number, place, 0, SPLITS, BATCH * 256) + offset * 8
     words = receive(
         address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), NUMBERED=True, TOGETHER=False
     )  # fmt: skip
@@ -328,7 +329,7 @@ def send_partial_sums(exchange_ptr, parts, unscale, number, place, SPLITS: gl.co
         part = parts[to]
         if SCALED:
             part = part * unscale
-        box = mailbox(exchange_ptr, number, place, to * SPLITS + place.split, SPLITS * SPLITS, BATCH * 256)
+        box = box_address(exchange_ptr, number, place, to * SPLITS + place.split, SPLITS * SPLITS, BATCH * 256)
         send(box + offset * 4, to_word(part, number))
 
 
@@ -340,7 +341,7 @@ def receive_sum(exchange_ptr, zeros, number, place, SPLITS: gl.constexpr):
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     batch = gl.arange(0, BATCH, gl.SliceLayout(0, LAYOUT))
     offset = batch[None, :] * 64 + unit[:, None]
-    box = mailbox(exchange_ptr, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * 256)
+    box = box_address(exchange_ptr, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * 256)
     bit = offset * 0 + new_bit(number)
     words = receive(
         box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), NUMBERED=False, TOGETHER=False

@@ -81,9 +81,9 @@ from torch_bridge.kernels.loops.cluster_common import (
 from torch_bridge.kernels.loops.split_common import (
     Place,
     add_words,
+    box_address,
     first_state_scale,
     locate,
-    mailbox,
     new_bit,
     opaque_zero,
     receive,
@@ -253,9 +253,9 @@ def _send_state(
     pair = gl.arange(0, BLOCK_H // 2, gl.SliceLayout(1, low.type.layout))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, low.type.layout))
     offset = sequence[None, :] * (BLOCK_H // 2) + pair[:, None]
-    address = mailbox(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
+    address = box_address(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     if exchange.dtype == gl.int32:
-        LANES: gl.constexpr = 64 // BLOCK_H  # of a pair; each sends to a share of the programs
+        LANES: gl.constexpr = 64 // BLOCK_H  # that have the same word; each sends it to a share of the programs
         SHARES: gl.constexpr = gl.BlockedLayout([1, 1, 1], [LANES, BLOCK_H // 2, 1], [1, 1, gl.num_warps()], [1, 0, 2])
         word = gl.convert_layout(low | (high << 16), gl.SliceLayout(0, SHARES))[None, :, :]
         address = gl.convert_layout(address, gl.SliceLayout(0, SHARES))[None, :, :]
@@ -299,7 +299,7 @@ def _receive_state(
     sequence = gl.arange(0, BATCH, gl.SliceLayout(1, LOAD))
     box, within = pair // (BLOCK_H // 2), pair % (BLOCK_H // 2)
     offset = (box * (BATCH * BLOCK_H // 2) + within)[None, :] + sequence[:, None] * (BLOCK_H // 2)
-    address = mailbox(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
+    address = box_address(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     COUNT: gl.constexpr = SPLITS * BLOCK_H // 64
     number = offset * 0 + number
     if exchange.dtype == gl.int32:
@@ -553,14 +553,14 @@ def _send_parts(exchange, parts, number, place, columns, BLOCK_H: gl.constexpr, 
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     if exchange.dtype == gl.int32:
         offset = _offset_in_box(unit[None, :, None], sequence[None, None, :], BLOCK_H)
-        address = mailbox(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 4
+        address = box_address(exchange, number, place, place.split, SPLITS, BATCH * BLOCK_H * 4) + offset * 4
         # no program has the number SPLITS
         to = gl.where((has_column(columns, sequence) > 0)[None, None, :], receiver[:, None, None], SPLITS)
         send_pairs_to(address, to_word(parts, number), to + offset * 0, SPLITS)
     else:
         offset = (receiver * (SPLITS * BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H
         offset += unit[None, :, None]
-        address = mailbox(exchange, number, place, place.split, SPLITS * SPLITS, BATCH * BLOCK_H * 4) + offset * 4
+        address = box_address(exchange, number, place, place.split, SPLITS * SPLITS, BATCH * BLOCK_H * 4) + offset * 4
         word = to_word(parts, number)
         if RECEIVERS == SPLITS:
             send(address, word)
@@ -589,9 +589,9 @@ def _receive_parts(
     if exchange.dtype == gl.int32:
         offset = _offset_in_box(unit[None, :, None], sequence[None, None, :], BLOCK_H)
         offset += (sender * (BATCH * BLOCK_H))[:, None, None]
-        address = mailbox(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4)
+        address = box_address(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4)
     else:
-        address = mailbox(exchange, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
+        address = box_address(exchange, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
     bit = offset * 0 + new_bit(number)
     if exchange.dtype == gl.int32:
         bit *= has_column(columns, sequence)[None, None, :]
@@ -604,7 +604,7 @@ def _send_sum(sums, total, number, place, SPLITS: gl.constexpr):
     """Sends one float32 per sequence, `[batch]`, to all programs; its last bit is replaced by `new_bit`."""
     BATCH: gl.constexpr = total.shape[0]
     sequence = gl.arange(0, BATCH, total.type.layout)
-    address = mailbox(sums, number, place, place.split, SPLITS, BATCH * 4) + sequence * 4
+    address = box_address(sums, number, place, place.split, SPLITS, BATCH * 4) + sequence * 4
     if sums.dtype == gl.int32:
         send_to_all(address, to_word(total, number), SPLITS)
     else:
@@ -621,7 +621,7 @@ def _receive_sum(
     sender = gl.arange(0, LANES, gl.SliceLayout(1, BY_SENDER))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, BY_SENDER))
     offset = (sender * BATCH)[:, None] + sequence[None, :]
-    address = mailbox(sums, number, place, 0, SPLITS, BATCH * 4) + offset * 4
+    address = box_address(sums, number, place, 0, SPLITS, BATCH * 4) + offset * 4
     COUNT: gl.constexpr = SPLITS // LANES
     words = receive(
         address, offset * 0 + new_bit(number), COUNT, LANES * BATCH * 4, BATCH // gl.num_warps(), False, True
@@ -695,7 +695,7 @@ def backward_kernel(
         while item < end:
             tile = locate(item, tiles, arrays.Sizes(T, B, Q, pieces), reset_ptr, unit, BLOCK_B, H, REVERSE)
             mask_q, mask, row, stride = tile.mask_q, tile.mask, tile.row, tile.stride
-            columns = 0  # through L2, all are sent
+            columns = 0  # not read through L2, where all are sent
             if exchange_ptr is None:
                 columns = in_pairs(columns_of(mask_q))
             last = tile.seq[None, :] * H + unit[:, None]
