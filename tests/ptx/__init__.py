@@ -6,6 +6,7 @@ launch. It raises `PTXError` for
 - an access out of bounds of its array or of shared memory, and a misaligned one,
 - a race: two warps access the same shared memory between two barriers, and one of them changes it,
 - a barrier that not all threads reach, and a poll that never ends,
+- a store to the shared memory of a program of a cluster that has ended, and different values at one address there,
 - an instruction that the emulator does not know.
 
 Shared memory and registers start as NaN. A `cp.async` reads at once and writes as late as its wait allows.

@@ -257,6 +257,10 @@ class SharedMemory(_Memory):
         )
 
 
+# Bits of an address within a program. In an address in a cluster, the number of a program, from one on, is above them.
+_BITS_WITHIN = 24
+
+
 class ClusterMemory:
     """The shared memory of the programs of a cluster, as one of them accesses it without barriers.
 
@@ -277,7 +281,7 @@ class ClusterMemory:
         missing = rank[slice(None) if mask is None else mask] >= len(self._programs)
         if missing.any():
             raise PTXError(f"{int(missing.sum())} threads address programs beyond a cluster of {len(self._programs)}")
-        return ((rank + 1) << 24) | address
+        return ((rank + 1) << _BITS_WITHIN) | address
 
     def load(self, address: NDArray, warps: NDArray, size: int, count: int, line: int) -> NDArray:
         """Returns `[accesses, count]` elements of `size` bytes of the program's own memory; see `SharedMemory.poll`."""
@@ -285,8 +289,8 @@ class ClusterMemory:
 
     def store(self, address: NDArray, values: NDArray, warps: NDArray, line: int) -> None:
         """Stores `values [accesses, count]` at results of `address_of`; see `SharedMemory.receive`."""
-        for rank in np.unique(address >> 24):
-            here = address >> 24 == rank
+        for rank in np.unique(address >> _BITS_WITHIN):
+            here = address >> _BITS_WITHIN == rank
             if rank == 0:
                 raise PTXError("an address of the program itself in place of one in the cluster")
-            self._programs[int(rank) - 1].receive(address[here] & 0xFFFFFF, values[here])
+            self._programs[int(rank) - 1].receive(address[here] & ((1 << _BITS_WITHIN) - 1), values[here])
