@@ -319,8 +319,8 @@ def test_programs_exchange_in_clusters_where_all_of_them_run_at_once():
     from benchmarks.problems import make_problem
     from torch_bridge.tiling import heuristic
 
-    def chosen(hidden, batch, steps=128, cell="gru", resets=True, models=1, device=PROFILES["h200"]):
-        p = make_problem(cell, "bwd", "tf32", hidden, batch, steps=steps)
+    def chosen(hidden, batch, steps=128, cell="gru", resets=True, models=1, device=PROFILES["h200"], state="zeros"):
+        p = make_problem(cell, "bwd", "tf32", hidden, batch, steps=steps, reset_state=state)
         dtypes = tuple(named for named in p.dtypes if resets or named[0] != "reset")
         p = dataclasses.replace(p, models=models, groups=models, dtypes=dtypes)
         config = heuristic(p, device)
@@ -337,6 +337,8 @@ def test_programs_exchange_in_clusters_where_all_of_them_run_at_once():
     assert chosen(256, 8, steps=1024) == (4, 30)
     # at least half as many pieces as through L2, of which there are 13
     assert chosen(320, 8, steps=1024) == (10, 7) and chosen(320, 8, steps=1024, resets=False) == (10, 1)
+    assert chosen(512, 1, steps=1024, cell="lstm") == (16, 56)
+    assert chosen(512, 1, steps=1024, cell="lstm", state="stepped") == (1, 64)  # pieces would spill in clusters
     for other in (PROFILES["b200"], PROFILES["a100"], dataclasses.replace(PROFILES["h200"], multiprocessors=114)):
         assert chosen(256, 8, device=other) == (1, 1)
 
