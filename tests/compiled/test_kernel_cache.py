@@ -55,12 +55,17 @@ def make(cell="gru", direction="fwd", kind="tf32", hidden=48, device="a100", **o
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "options", [{}, {"hidden": 256, "direction": "bwd"}, {"hidden": 512, "kind": "bf16", "device": "h200"}], ids=str
-)
-def test_a_stored_kernel_is_launched_as_the_compiled_one(options, cache, compilations):
+    ("options", "cooperative", "cluster"),
+    [
+        ({}, False, 1), ({"hidden": 256, "direction": "bwd"}, True, 1), ({"hidden": 1024, "device": "h200"}, True, 1),
+        ({"hidden": 512, "kind": "bf16", "device": "h200"}, False, 16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_stored_kernel_is_launched_as_the_compiled_one(options, cooperative, cluster, cache, compilations):
     first, second = (binary_of(make(**options)) for _ in range(2))
     assert len(compilations) == 1 and first == second and first.cubin[:4] == b"\x7fELF"
-    assert first.cooperative == (options.get("hidden", 0) > 128)
+    assert (first.cooperative, first.cluster) == (cooperative, cluster)
 
 
 CHANGES = [
