@@ -338,7 +338,8 @@ def test_programs_exchange_in_clusters_where_all_of_them_run_at_once():
     # at least half as many pieces as through L2, of which there are 13
     assert chosen(320, 8, steps=1024) == (10, 7) and chosen(320, 8, steps=1024, resets=False) == (10, 1)
     assert chosen(512, 1, steps=1024, cell="lstm") == (16, 56)
-    assert chosen(512, 1, steps=1024, cell="lstm", state="stepped") == (1, 64)  # pieces would spill in clusters
+    for hidden in (448, 512):  # pieces would spill in clusters
+        assert chosen(hidden, 1, steps=1024, cell="lstm", state="stepped")[0] == 1
     for other in (PROFILES["b200"], PROFILES["a100"], dataclasses.replace(PROFILES["h200"], multiprocessors=114)):
         assert chosen(256, 8, device=other) == (1, 1)
 

@@ -101,11 +101,11 @@ class SplitRegisters(ExchangesWords):
     def fewest_pieces(self, problem: Problem, device: Device) -> int:
         """Returns `FEWEST_PIECES`, and none where the kernel has too few registers.
 
-        With Triton 3.7, an LSTM spills 8 to 16 bytes for more than 512 units and for unaligned widths, and with reset
-        states per step in a cluster of 16. From compute capability 10.0 on, it spills up to 32 bytes for any width, and
-        a GRU 8 bytes for some.
+        With Triton 3.7, an LSTM spills 8 to 16 bytes for more than 512 units and for unaligned widths, and 8 with reset
+        states per step in large clusters (14 and 16 programs). From compute capability 10.0 on, it spills up to 32
+        bytes for any width, and a GRU 8 bytes for some.
         """
-        stepped = self.cluster == 16 and problem.reset_state == "stepped"
+        stepped = self.cluster > 8 and problem.reset_state == "stepped"
         spills = problem.tilings == "lstm" and (problem.is_unaligned or problem.hidden > 512 or stepped)
         return 0 if spills or device.capability >= 100 else FEWEST_PIECES
 
