@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of itself and of the GPUs that it shows to this process, and what it lets kernels do.
+"""Reads the version of NVIDIA's driver and the attributes of GPUs, and sets the attributes of kernels.
 
 PyTorch is not needed.
 """

@@ -585,16 +585,15 @@ def _receive_parts(
     sender = gl.arange(0, LANES, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
-    offset = (sender * (BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H + unit[None, :, None]
     if exchange.dtype == gl.int32:
         offset = _offset_in_box(unit[None, :, None], sequence[None, None, :], BLOCK_H)
         offset += (sender * (BATCH * BLOCK_H))[:, None, None]
         address = box_address(exchange, number, place, 0, SPLITS, BATCH * BLOCK_H * 4)
+        bit = offset * 0 + new_bit(number) * has_column(columns, sequence)[None, None, :]
     else:
+        offset = (sender * (BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H + unit[None, :, None]
         address = box_address(exchange, number, place, place.split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
-    bit = offset * 0 + new_bit(number)
-    if exchange.dtype == gl.int32:
-        bit *= has_column(columns, sequence)[None, None, :]
+        bit = offset * 0 + new_bit(number)
     words = receive(address + offset * 4, bit, COUNT, BATCH * 256, 2 * BATCH // gl.num_warps(), False, True)
     return gl.sum(add_words(words), axis=0)
 
