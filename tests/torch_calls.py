@@ -63,6 +63,19 @@ def capture(step):
         return graph, step()
 
 
+def replay(graph, results):
+    """Replays a CUDA graph, before which its `results` are NaN, and returns these."""
+    for x in results:
+        x.fill_(torch.nan)
+    graph.replay()
+    return results
+
+
+def arrays(tensors):
+    """Returns tensors as arrays of NumPy."""
+    return [x.cpu().numpy() for x in tensors]
+
+
 def tensor(x, dtype, device="cpu"):
     return torch.tensor(np.asarray(x, np.float64 if dtype == torch.float64 else np.float32), dtype=dtype, device=device)
 

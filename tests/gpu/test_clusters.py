@@ -178,13 +178,10 @@ def test_modules_of_pytorch_eager_and_in_a_cuda_graph(kind, hidden, options):
 
     def run():
         step = functools.partial(torch_calls.with_gradients, rnn, [xs, *rnn.parameters()], xs, resets=resets)
-        eager = step()
-        graph, replayed = torch_calls.capture(step)
+        eager = torch_calls.arrays(step())
+        captured = torch_calls.capture(step)
         for _ in range(3):
-            for x in replayed:
-                x.fill_(torch.nan)
-            graph.replay()
-        calls.assert_same(*([x.cpu().numpy() for x in results] for results in (replayed, eager)))
-        return [x.cpu().numpy() for x in eager]
+            calls.assert_same(torch_calls.arrays(torch_calls.replay(*captured)), eager)
+        return eager
 
     assert_same_results(run)

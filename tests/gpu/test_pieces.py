@@ -179,14 +179,11 @@ def test_modules_of_pytorch_eager_and_in_a_cuda_graph(kind, hidden, options):
     def run():
         resets_of_graph = others.clone()
         step = functools.partial(torch_calls.with_gradients, rnn, [xs, *rnn.parameters()], xs)
-        eager = step(resets=resets)
-        graph, replayed = torch_calls.capture(lambda: step(resets=resets_of_graph))
+        eager = torch_calls.arrays(step(resets=resets))
+        captured = torch_calls.capture(lambda: step(resets=resets_of_graph))
         resets_of_graph.copy_(resets)
-        for x in replayed:
-            x.fill_(torch.nan)
-        graph.replay()
-        calls.assert_same(*([x.cpu().numpy() for x in results] for results in (replayed, eager)))
-        return [x.cpu().numpy() for x in eager]
+        calls.assert_same(torch_calls.arrays(torch_calls.replay(*captured)), eager)
+        return eager
 
     assert_same_results(run)
 
