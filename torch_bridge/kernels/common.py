@@ -199,9 +199,20 @@ def unpack_words(first, second, third):
 
 
 @triton.jit
+def load_reset_value(reset_ptr, rows, mask):
+    """Loads what is nonzero, NaN included, for sequences that start an episode at these rows.
+
+    A kernel can compare it with zero later, so that it does not wait for memory here.
+    """
+    if reset_ptr.dtype.element_ty == tl.int1:  # a load would compare
+        reset_ptr = reset_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+    return tl.load(reset_ptr + rows, mask=mask, other=0)
+
+
+@triton.jit
 def load_reset(reset_ptr, rows, mask):
     """Returns which sequences start an episode at these rows; NaN counts as nonzero."""
-    return tl.load(reset_ptr + rows, mask=mask, other=0) != 0
+    return load_reset_value(reset_ptr, rows, mask) != 0
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_STEPPED,
     load_biases,
+    load_reset_value,
     normalize,
     operands_of,
     rounded_product,
@@ -49,7 +50,6 @@ from torch_bridge.kernels.gluon_common import (
     is_last_step,
     largest_magnitude,
     load_inputs,
-    load_resets,
     load_saved,
     load_states,
     load_statistics,
@@ -196,12 +196,19 @@ def _load_shard(
 
 @gluon.jit
 def _load_resets(reset_ptr, rows, mask_q, lane_rows, lane_mask, RESET_STATE: gl.constexpr):
-    """Returns which sequences start an episode at `rows`, and the same by lane if the reset states are per step."""
-    reset = load_resets(reset_ptr, rows, mask_q)
-    by_lane = lane_mask
-    if RESET_STATE == RESET_STEPPED:
-        by_lane = load_resets(reset_ptr, lane_rows, lane_mask)
-    return reset, by_lane
+    """Loads the resets at `rows`, and the same by lane if the reset states are per step, for `_start_episodes`."""
+    resets, by_lane = mask_q, lane_mask
+    if reset_ptr is not None:
+        resets = load_reset_value(reset_ptr, rows, mask_q)
+        if RESET_STATE == RESET_STEPPED:
+            by_lane = load_reset_value(reset_ptr, lane_rows, lane_mask)
+    return resets, by_lane
+
+
+@gluon.jit
+def _start_episodes(loaded):
+    """Returns which sequences start an episode, and the same by lane, given what `_load_resets` returned."""
+    return loaded[0] != 0, loaded[1] != 0
 
 
 @gluon.jit
@@ -211,7 +218,7 @@ def _start_step(
 ):  # fmt: skip
     """Returns the states from which the step at `rows` starts, and the scale of each sequence's hidden states.
 
-    `resets` are what `_load_resets` returned for this step. `fixed_scale` is the scale after a reset to the states
+    `resets` are what `_start_episodes` returned for this step. `fixed_scale` is the scale after a reset to the states
     `fixed`. `a` are the arrays.
     """
     SHAPE: gl.constexpr = states[0].shape
@@ -385,6 +392,9 @@ def forward_kernel(
     GROUPS: gl.constexpr = WARPS * 16 // BLOCK_H  # of warps, each of which multiplies PART units of the state
     PART: gl.constexpr = BLOCK_K // GROUPS
     ACC: gl.constexpr = _forward_layout(GROUPS, WARPS)
+    # Whether resets are loaded a step before they are compared: else the step waits for memory. In a cluster, words
+    # arrive sooner than that. Through L2 they do not, and who waits does not poll. A piece has too few steps to gain.
+    RESETS_AHEAD: gl.constexpr = exchange_ptr is None and pieces is None
     PARTS: gl.constexpr = _parts_layout(BLOCK_H, WARPS)
     UNITS: gl.constexpr = gl.SliceLayout(0, PARTS)
     BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # every warp has all sequences
@@ -448,7 +458,11 @@ def forward_kernel(
             first = step_time(0, T, REVERSE) * stride
             x = load_inputs(xp_ptr + (row + first)[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
             statistics = load_statistics(x_norm_ptr, x_mean_ptr, row + first, mask_q)
-            resets = _load_resets(reset_ptr, row + first, mask_q, lane_row + first, lane_mask, RESET_STATE)
+            loaded = _load_resets(reset_ptr, row + first, mask_q, lane_row + first, lane_mask, RESET_STATE)
+            resets = _start_episodes(loaded)
+            if RESETS_AHEAD:
+                rows, lane_rows = forward_rows(tile, 1, REVERSE), forward_rows(lanes, 1, REVERSE)
+                loaded = _load_resets(reset_ptr, rows, mask_q, lane_rows, lane_mask, RESET_STATE)
             before, scale = _start_step(
                 states, scale, fixed, fixed_scale, resets, row + first, a, tile, RESET_STATE, H, SPLITS, SCALED
             )
@@ -465,9 +479,16 @@ def forward_kernel(
                 next_rows = forward_rows(tile, opaque_i + 1, REVERSE)
                 next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
                 next_statistics = load_statistics(x_norm_ptr, x_mean_ptr, next_rows, mask_q)
-                next_lane_rows = forward_rows(lanes, opaque_i + 1, REVERSE)
-                resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
+                if not RESETS_AHEAD:
+                    lane_rows = forward_rows(lanes, opaque_i + 1, REVERSE)
+                    loaded = _load_resets(reset_ptr, next_rows, mask_q, lane_rows, lane_mask, RESET_STATE)
+                    resets = _start_episodes(loaded)
                 received = _receive_state(operand, exchange, sent, place, columns, BLOCK_H, SPLITS, SUMS)
+                if RESETS_AHEAD:
+                    resets = _start_episodes(loaded)
+                    then = opaque_i + 2
+                    rows, lane_rows = forward_rows(tile, then, REVERSE), forward_rows(lanes, then, REVERSE)
+                    loaded = _load_resets(reset_ptr, rows, mask_q, lane_rows, lane_mask, RESET_STATE)
                 products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
                 if SCALED:
                     products = scaled(products, inverse(scale) * w_unscale)
