@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch_bridge import launch
 from torch_bridge.kernels import sums, weight_grads
 from torch_bridge.tiling import RESET_STATES, Device, ResetState
-from torch_bridge.tiling.arithmetic import cdiv
+from torch_bridge.tiling.arithmetic import cdiv, power_of_2
 
 # Rows, and columns, of the tile of a product that one program computes.
 _TILE = 128
@@ -23,6 +23,8 @@ _FOUR_STAGES_BYTES = 132_000
 _THREE_STAGES_ROWS = 2**16
 # Fewest rows of a model per program: with fewer, adding up the partial sums would take as long as computing them.
 _MIN_ROWS_PER_PROGRAM = 128
+# Partial sums that a program of `sum_kernel` reads at once: with fewer, more time goes into starting programs.
+_SUM_ELEMENTS = 2048
 
 
 @dataclass(frozen=True)
@@ -197,5 +199,6 @@ class Launch(launch.Launch):
         self.workspaces.append(("partial", models * programs * end, "float32", False))
         grid = models * programs * problem.tiles
         self.add(weight_grads.weight_grads_kernel, grid, _WARPS, dtypes, constants, scalars)
-        blocks = {"N": end, "BLOCK_P": 16, "BLOCK_C": 128}
-        self.add(sums.sum_kernel, models * cdiv(end, 128), 4, dtypes, blocks, scalars, early=True)
+        block_p = min(16, power_of_2(programs))
+        blocks = {"N": end, "BLOCK_P": block_p, "BLOCK_C": _SUM_ELEMENTS // block_p}
+        self.add(sums.sum_kernel, models * cdiv(end, blocks["BLOCK_C"]), 4, dtypes, blocks, scalars, early=True)
