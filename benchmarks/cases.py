@@ -228,6 +228,7 @@ class ChoiceCase(NamedTuple):
       dtype: the dtype of all arrays.
       precision: the precision of matrix products, as `jaxrnn.gru` takes it.
       reset_state: None, or "h" for a state `[H]` from which episodes start.
+      episode: length of every episode in steps, as in `Case`; 0 for resets at 1 % of the steps.
     """
 
     cell: str
@@ -239,6 +240,7 @@ class ChoiceCase(NamedTuple):
     dtype: Dtype = "f32"
     precision: Literal["default", "highest"] = "default"
     reset_state: Literal["h"] | None = None
+    episode: int = 0
 
     def __str__(self) -> str:
         """Returns a label such as `GRU 64,128,128` (B, T, H), with the other attributes that are not defaults."""
@@ -248,6 +250,7 @@ class ChoiceCase(NamedTuple):
             self.dtype: self.dtype != "f32",
             self.precision: self.precision != "default",
             "reset state": self.reset_state,
+            f"episodes of {self.episode}": self.episode,
         }
         return " ".join(
             [f"{self.cell.upper()} {self.B},{self.T},{self.H}", *(word for word, holds in words.items() if holds)]
@@ -276,6 +279,10 @@ _CODE_BASES = tuple(
         ("gru", 8, 256, 1024), ("gru", 1, 1024, 512), ("lstm", 1024, 128, 256),
     )
 )  # fmt: skip
+# Short episodes, with few enough sequences that kernels may run pieces: 25 steps as in MPE, and 52 as in POPGym.
+_EPISODES = tuple(
+    case._replace(episode=25 if case.T <= 128 else 52) for case in _CODE_BASES if case.B <= 64 and case.T >= 64
+)
 _SEEDS = tuple(
     ChoiceCase(cell, B, T, H, models=models)
     for cell in MEASURED
@@ -299,7 +306,7 @@ _OTHERS = (
     ChoiceCase("gru", 64, 128, 128, reset_state="h"), ChoiceCase("lstm", 64, 64, 128, reset_state="h"),
     ChoiceCase("gru", 1024, 32, 256, reset_state="h"), ChoiceCase("lstm", 64, 64, 512, reset_state="h"),
 )  # fmt: skip
-CHOICE = tuple(dict.fromkeys((*_choice_grid(), *_CODE_BASES, *_SEEDS, *_STEPS, *_FORWARD, *_OTHERS)))
+CHOICE = tuple(dict.fromkeys((*_choice_grid(), *_CODE_BASES, *_EPISODES, *_SEEDS, *_STEPS, *_FORWARD, *_OTHERS)))
 
 NormKind = Literal["rms", "layer"]
 Direction = Literal["fwd", "bwd"]

@@ -42,7 +42,8 @@ AT_ONCE = 12
 
 def make_arrays(case: ChoiceCase) -> Arrays:
     """Returns operands, resets and the cotangent of the outputs, and a reset state if the case has compiled."""
-    arrays = cases.make_inputs(cases.Case(case.cell, case.B, case.T, case.H, models=case.models))
+    same = cases.Case(case.cell, case.B, case.T, case.H, models=case.models, episode=case.episode)
+    arrays = cases.make_inputs(same)
     if case.reset_state:
         names = ("reset_h",) if case.cell == "gru" else ("reset_c", "reset_h")
         arrays |= {name: arrays["h0"][..., 0, :] for name in names}

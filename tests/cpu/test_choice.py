@@ -95,9 +95,11 @@ def test_default_that_fails_has_no_time(monkeypatch):
 
 
 def test_problem_with_all_options_runs():
-    problem = ChoiceCase("lstm", 3, 40, 8, models=2, dtype="bf16", precision="highest", reset_state="h")
-    assert str(problem) == "LSTM 3,40,8 x2 bf16 highest reset state"
-    results = choice.one_pass(problem, "xla")(choice.make_arrays(problem))
+    problem = ChoiceCase("lstm", 3, 40, 8, models=2, dtype="bf16", precision="highest", reset_state="h", episode=5)
+    assert str(problem) == "LSTM 3,40,8 x2 bf16 highest reset state episodes of 5"
+    arrays = choice.make_arrays(problem)
+    assert jnp.array_equal(jnp.sum(arrays["resets"], 1), jnp.full((2, 3), 8))  # one in five steps
+    results = choice.one_pass(problem, "xla")(arrays)
     assert {"ys", "dxs", "dw_ih", "dw_hh", "db", "dreset_c", "dreset_h"} == results.keys()
     assert results["dreset_h"].shape == (2, 8) and results["ys"].dtype == jnp.bfloat16
 
