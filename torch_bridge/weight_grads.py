@@ -138,10 +138,10 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     instead of 3.33 ms for GRU 2048,256,128, 0.233 ms instead of 0.248 ms for 256,128,64 and 0.231 ms instead of 0.233
     ms for 64,128,128.
 
-    Up to 128 inputs and units, the kernel is not slower from 2048 rows of a model on. On an H100, GRU 16,128,128 takes
-    0.95 of the time with the modules for Flax, 1.00 with `gru` in float32 and 0.96 in bfloat16, and 16 such models 0.94
-    in float32. With 1024 rows, 16 models take 1.01 of the time and 64 models 1.05. Compiled for an A100, the kernel
-    takes 1.00 of the time in float32, 0.95 in bfloat16 and, with 16 models, 0.95.
+    Up to 128 inputs and units, the kernel is not slower from 1024 rows of a model on. On an H200, GRU 8,128,128 takes
+    1.00 of the time in float32 and 0.98 in bfloat16, 16 such models 0.89 and 0.94, and 64 models 0.91 and 0.95.
+    Compiled for an A100, fewer than 2048 rows were not measured, with which the kernel takes 1.00 of the time in
+    float32, 0.95 in bfloat16 and, with 16 models, 0.95.
     """
     if not device.has_wgmma and not (
         problem.last_gate_separate
@@ -155,7 +155,8 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     # a library needs two products of the hidden states if the last gate is separate, with dxp and with dhn, and with a
     # norm one more pass over dxp for the biases
     if problem.last_gate_separate or problem.normed:
-        enough = problem.rows >= (2048 if widest <= 128 else 4096) and widest <= (256 if is_float32 else 128)
+        fewest = 4096 if widest > 128 else 1024 if device.has_wgmma else 2048
+        enough = problem.rows >= fewest and widest <= (256 if is_float32 else 128)
     else:
         enough = problem.rows >= (32768 if is_float32 else 65536) and widest <= 128
     return enough and not narrow and supports(problem, device)
