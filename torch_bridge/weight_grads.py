@@ -140,8 +140,8 @@ def is_profitable(problem: Problem, device: Device) -> bool:
 
     Up to 128 inputs and units, the kernel is not slower from 1024 rows of a model on. On an H200, GRU 8,128,128 takes
     1.00 of the time in float32 and 0.98 in bfloat16, 16 such models 0.89 and 0.94, and 64 models 0.91 and 0.95.
-    Compiled for an A100, fewer than 2048 rows were not measured, with which the kernel takes 1.00 of the time in
-    float32, 0.95 in bfloat16 and, with 16 models, 0.95.
+    Compiled for an A100, the kernel takes 1.00 of the time with 2048 rows in float32, 0.95 in bfloat16 and, with 16
+    models, 0.95; fewer rows were not measured.
     """
     if not device.has_wgmma and not (
         problem.last_gate_separate

@@ -318,8 +318,8 @@ def test_a_reset_is_found_however_far_it_is(reverse):
 
 # Each with a number of pieces. Clusters of three, four and ten programs; a worker of several items, and of two models.
 IN_CLUSTERS = [
-    (Case("split_registers", "tf32", 192, 11, 3, shared=True, reset_state="stepped", workers=1, cells=WHOLE), 1),
-    (Case("split_registers", "bf16", 250, 3, 3, shared=True, reset_state="fixed", reverse=True, cells=WHOLE), 1),
+    (Case("split_registers", "tf32", 192, 11, 5, shared=True, reset_state="stepped", workers=1, cells=WHOLE), 1),
+    (Case("split_registers", "bf16", 250, 3, 5, shared=True, reset_state="fixed", reverse=True, cells=WHOLE), 1),
     (Case("split_registers", "tf32", 260, 3, 2, shared=True, reverse="bidirectional", workers=1, cells=("lstm",)), 1),
     (Case("split_registers", "tf32", 192, 11, 3, shared=True, in_place=True, cells=("gru",), seed=0), 1),
     (Case("split_registers", "bf16", 260, 9, 3, shared=True, cells=("layer_norm_gru",), seed=0), 1),
