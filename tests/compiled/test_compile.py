@@ -8,8 +8,6 @@
   at every step, by more than spilling costs. Widths from 119 on that are not multiples of four spill most.
 - Cells with a norm need more registers than the cell whose tilings they use. Backward, an LSTM of 65 to 128 units in
   TF32 needs most of them for its weights. Without those that spill, slower kernels would run.
-- Backward kernels that also write the gradients of all states, for second derivatives, need a few registers more: up to
-  32 bytes with Triton 3.9, none with the others.
 - Norms whose tilings leave room for other programs are faster than those with enough registers (H200: LayerNorm of 512
   columns, backward, reaches 0.76 of a copy's bandwidth instead of 0.63).
 
