@@ -414,6 +414,22 @@ def other_gpus() -> str:
     return together(table(("B, T, H", *columns, *peers), rows), *map(prose, sentences))
 
 
+def episodes_on_other_gpus() -> str:
+    """The times of a part of suite `episodes` as other GPUs, and where a peer is faster in any of its rows."""
+    columns = {name: figures("episodes", AS_OTHERS[name]) for name in ("as an A100", "as an RTX 4090")}
+    names = ("`lax.scan` (hoisted)", "cuDNN (packed)", "cuDNN (no resets)")
+    chosen = [str(case) for case in cases.EPISODES if case.episode == 52 or (not case.episode and not case.reset_rate)]
+    rows = [
+        (
+            case, *(entry(ms, case, OUR_DEFAULT) for ms in columns.values()),
+            *(between([ms[case, PEERS[name][0]] for ms in columns.values()]) for name in names),
+        )
+        for case in chosen
+    ]  # fmt: skip
+    sentences = [f"**{name[0].upper()}{name[1:]}:** {ahead(ms, OUR_DEFAULT)}" for name, ms in columns.items()]
+    return together(table(("B, T, H", *columns, *names), rows), prose(*sentences))
+
+
 def wide_on_other_gpus() -> str:
     """The times of wide states as other GPUs, and how far the default is from the faster implementation."""
     labels = "GRU 1024,128,256", "LSTM 256,128,512", "GRU 128,64,512", "GRU 1,1024,512", "GRU 8,256,1024"
@@ -521,6 +537,7 @@ BLOCKS = {
     "first-call": first_call,
     "single-steps": single_steps,
     "other-gpus": other_gpus,
+    "episodes-on-other-gpus": episodes_on_other_gpus,
     "wide-on-other-gpus": wide_on_other_gpus,
     "large-norms": large_norms,
     "small-norms": small_norms,

@@ -815,6 +815,18 @@ def test_dots_have_the_ratio_to_ours_and_gaps_have_a_reason():
     assert not any(gaps[:1] + gaps[3:])
 
 
+@pytest.mark.parametrize(("suite", "chosen"), [("headline", cases.HEADLINE), ("episodes", cases.EPISODES)])
+def test_figures_show_our_default_if_nothing_else_of_ours_was_measured(suite, chosen, tmp_path):
+    def drawn(ours):
+        rows = [row for case in chosen for row in rows_of(case, **{ours: 2.0, "flax": 8.0})]
+        Report(suite, MACHINE, {}, rows).save(tmp_path)
+        return {path.name: path.read_bytes() for path in plot.draw(tmp_path)}
+
+    images = drawn("jaxrnn")
+    assert [*images] == [f"{suite}-light.svg", f"{suite}-dark.svg"]
+    assert drawn("jaxrnn-default") == images
+
+
 def test_lines_have_a_marker_each_and_stop_where_a_figure_is_missing():
     rows = [row for case in cases.SMALL for row in rows_of(case, jaxrnn=1.0, flax=3.0) if case.B != 8 or case.T != 128]
     (axes,) = plot.small(Report("small", MACHINE, {}, rows)).axes
