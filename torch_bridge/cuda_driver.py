@@ -5,16 +5,45 @@ PyTorch is not needed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from torch_bridge.tiling import Device
 
 # Numbers of `CUfunction_attribute` in cuda.h.
 _MAX_DYNAMIC_SHARED_SIZE, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
+# The number of `CUlaunchAttributeID` for the size of clusters in cuda.h.
+_CLUSTER_DIMENSION = 4
+# The number of the least strict `CUstreamCaptureMode` in cuda.h.
+_RELAXED_CAPTURE = 2
 # Numbers of `CUdevice_attribute` in cuda.h.
 _MULTIPROCESSORS, _THREADS_PER_MULTIPROCESSOR, _MAJOR, _MINOR, _SHARED_MEMORY_OPTIN = 16, 39, 75, 76, 97
+# Clusters exist from compute capability 9.0 on. They have at most this number of programs.
+_CLUSTERS_SINCE, _LARGEST_CLUSTER = 90, 16
+_EMPTY_KERNEL = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry empty() { ret; }\0"
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute` in cuda.h: its value is a union of 64 bytes, of which the size of clusters takes three."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` in cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
 
 
 class DriverError(RuntimeError):
@@ -56,7 +85,50 @@ def device(ordinal: int) -> Device:
         attribute(_SHARED_MEMORY_OPTIN),
         attribute(_THREADS_PER_MULTIPROCESSOR),
         name=name.value.decode(),
+        clusters=functools.partial(clusters_at_once, ordinal),
     )
+
+
+def clusters_at_once(ordinal: int, programs: int) -> int:
+    """Returns how many clusters of so many programs run at once on a GPU, if programs are alone on their SMs.
+
+    That depends on how the SMs of the GPU are divided among its GPCs, which differs from one GPU of a kind to the next.
+    The result is 0 if the GPU has no such clusters, and if the driver cannot tell, of which a warning says why.
+    """
+    return _clusters_at_once(ordinal).get(programs, 0)
+
+
+@functools.cache
+def _clusters_at_once(ordinal: int) -> dict[int, int]:
+    here = device(ordinal)
+    if here.capability < _CLUSTERS_SINCE:
+        return {}
+    try:
+        with _primary_context(ordinal), _during_captures():
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            _call("cuModuleLoadData", ctypes.byref(module), _EMPTY_KERNEL)
+            try:
+                _call("cuModuleGetFunction", ctypes.byref(function), module, b"empty")
+                _allow_clusters(function, here.shared_memory)
+                sizes = range(2, _LARGEST_CLUSTER + 1)
+                return {programs: _active_clusters(function, programs, here.shared_memory) for programs in sizes}
+            finally:
+                _call("cuModuleUnload", module)
+    except DriverError as error:
+        warnings.warn(f"kernels do not run in clusters on {here.name}: {error}", stacklevel=2)
+        return {}
+
+
+def _active_clusters(function: ctypes.c_void_p, programs: int, shared_memory: int) -> int:
+    """Returns how many clusters run at once, each program of which has so many bytes of dynamic shared memory."""
+    attribute = _LaunchAttribute(_CLUSTER_DIMENSION, 0, (programs, 1, 1))
+    config = _LaunchConfig((programs, 1, 1), (32, 1, 1), shared_memory, None, ctypes.pointer(attribute), 1)
+    found = ctypes.c_int()
+    try:
+        _call("cuOccupancyMaxActiveClusters", ctypes.byref(found), function, ctypes.byref(config))
+    except DriverError:  # the GPU has no clusters of this size
+        return 0
+    return found.value
 
 
 def allow_clusters(function: int, shared_memory: int, ordinal: int) -> None:
@@ -70,14 +142,36 @@ def allow_clusters(function: int, shared_memory: int, ordinal: int) -> None:
     Raises:
       DriverError: a program may not have as much shared memory.
     """
+    with _primary_context(ordinal):
+        _allow_clusters(ctypes.c_void_p(function), shared_memory)
+
+
+def _allow_clusters(function: ctypes.c_void_p, shared_memory: int) -> None:
+    _call("cuFuncSetAttribute", function, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+    _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED_SIZE, shared_memory)
+
+
+@contextlib.contextmanager
+def _during_captures() -> Iterator[None]:
+    """Allows this thread to load a module while a CUDA graph is captured, which would else end the capture."""
+    mode = ctypes.c_int(_RELAXED_CAPTURE)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
+@contextlib.contextmanager
+def _primary_context(ordinal: int) -> Iterator[None]:
+    """Makes the primary context of a GPU that of this thread, which may have none."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(handle), ordinal)
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)  # this thread may have no context
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
     try:
         _call("cuCtxPushCurrent_v2", context)
         try:
-            _call("cuFuncSetAttribute", ctypes.c_void_p(function), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
-            _call("cuFuncSetAttribute", ctypes.c_void_p(function), _MAX_DYNAMIC_SHARED_SIZE, shared_memory)
+            yield
         finally:
             _call("cuCtxPopCurrent_v2", ctypes.byref(context))
     finally:

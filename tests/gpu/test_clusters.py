@@ -1,11 +1,12 @@
 """Exchange in a cluster of programs: all results have the bits of exchange through L2.
 
 `tests/compiled/test_emulated_loops.py` compares single launches; here are the two ways to launch, the transformations
-of JAX around them, PyTorch's functions and modules, and CUDA graphs. On a GPU without measured clusters
-(`split_registers.CLUSTERS_AT_ONCE`), both runs exchange through L2.
+of JAX around them, PyTorch's functions and modules, and CUDA graphs. On a GPU without clusters, both runs exchange
+through L2.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from unittest import mock
@@ -22,8 +23,8 @@ from torch_calls import torch
 
 import torch_bridge.rnn_ops.kernels
 from torch_bridge import gpu, nn
-from torch_bridge.tiling import split_registers
 from torch_bridge.tiling.candidates import heuristic
+from torch_bridge.tiling.devices import no_clusters
 from torch_bridge.tiling.split_registers import SplitRegisters
 
 pytestmark = pytest.mark.gpu
@@ -34,17 +35,20 @@ WIDTHS = (192, 250, 320, 512)
 
 
 @contextlib.contextmanager
-def clusters_at_once(table):
-    """Replaces the numbers of clusters that run at once; yields how many programs the clusters of new launches have."""
-    found, in_pieces = set(), SplitRegisters.in_pieces
+def clusters_at_once(clusters):
+    """Replaces `Device.clusters`; yields how many programs the clusters of new launches have."""
+    found, in_pieces, device = set(), SplitRegisters.in_pieces, gpu.device
 
     def recorded(config, problem, device):
         config = in_pieces(config, problem, device)
         found.add(config.cluster)
         return config
 
+    def changed(ordinal=0):
+        return dataclasses.replace(device(ordinal), clusters=clusters)
+
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(split_registers, "CLUSTERS_AT_ONCE", table))
+        patches.enter_context(mock.patch.object(gpu, "device", changed))
         patches.enter_context(mock.patch.object(SplitRegisters, "in_pieces", recorded))
         for cache in (heuristic, torch_bridge.rnn_ops.kernels._launch):
             cache.cache_clear()
@@ -52,13 +56,13 @@ def clusters_at_once(table):
         yield found
 
 
-def assert_same_results(run, table=split_registers.CLUSTERS_AT_ONCE):
+def assert_same_results(run, clusters=None):
     """Asserts that `run()` has the same results in clusters as through L2, and that launches had clusters."""
     device = gpu.device(0)
-    with clusters_at_once(table) as found:
+    with clusters_at_once(clusters or device.clusters) as found:
         in_clusters = run()
-    assert (max(found) > 1) == ((device.capability, device.multiprocessors) in table)
-    with clusters_at_once({}) as found:
+    assert (max(found) > 1) == (device.capability >= 90)
+    with clusters_at_once(no_clusters) as found:
         through_l2 = run()
     assert found == {1}
     calls.assert_same(in_clusters, through_l2)
@@ -75,6 +79,17 @@ def arguments(cell, hidden, **options):
 
 def runner(cell, **options):
     return calls.runner(cell, "triton", precision="default", **options)
+
+
+def test_the_driver_tells_how_many_clusters_run_at_once():
+    device = gpu.device(0)
+    counts = [device.clusters(programs) for programs in range(2, 17)]
+    if device.capability < 90:
+        assert not any(counts)
+        return
+    assert device.multiprocessors // 4 <= counts[0] <= device.multiprocessors // 2
+    assert counts == sorted(counts, reverse=True) and counts[2] > 0  # of up to 8 programs, every such GPU has some
+    assert not any(device.clusters(programs) for programs in (0, 17))
 
 
 @pytest.mark.parametrize("resets", ["some", "all", "none"])
@@ -117,9 +132,10 @@ def test_models_of_vmap_and_both_directions(cell, hidden):
 )
 def test_clusters_that_do_not_all_run_at_once(cell, hidden, batch):
     """Some then begin when others have ended. The last tile of a model has five sequences."""
-    more = {device: dict.fromkeys(teams, 1000) for device, teams in split_registers.CLUSTERS_AT_ONCE.items()}
     args = arguments(cell, hidden, batch=(batch,), steps=9)
-    assert_same_results(lambda: jax.device_get(jax.jit(calls.with_gradients(runner(cell)))(*args)), more)
+    assert_same_results(
+        lambda: jax.device_get(jax.jit(calls.with_gradients(runner(cell)))(*args)), clusters=lambda programs: 1000
+    )
 
 
 @pytest.mark.parametrize(("cell", "batch", "hidden"), [("gru", 8, 256), ("lstm", 8, 192), ("gru", 1, 512)])

@@ -332,7 +332,7 @@ def test_programs_exchange_in_clusters_where_all_of_them_run_at_once():
 
     assert chosen(256, 8) == chosen(256, 240, cell="lstm") == chosen(256, 120, models=2) == (4, 1)
     assert chosen(256, 241) == chosen(256, 120, models=3) == (1, 1)
-    assert chosen(192, 8 * 37, cell="rms_norm_gru") == (3, 1) and chosen(192, 8 * 37 + 1) == (1, 1)
+    assert chosen(192, 8 * 39, cell="rms_norm_gru") == (3, 1) and chosen(192, 8 * 39 + 1) == (1, 1)
     assert chosen(512, 56) == (16, 1) and chosen(512, 57) == chosen(1024, 8) == (1, 1)
     assert chosen(256, 8, steps=1024) == (4, 30)
     # at least half as many pieces as through L2, of which there are 13
@@ -340,8 +340,24 @@ def test_programs_exchange_in_clusters_where_all_of_them_run_at_once():
     assert chosen(512, 1, steps=1024, cell="lstm") == (16, 56)
     for hidden in (448, 512):  # pieces would spill in clusters
         assert chosen(hidden, 1, steps=1024, cell="lstm", state="stepped")[0] == 1
-    for other in (PROFILES["b200"], PROFILES["a100"], dataclasses.replace(PROFILES["h200"], multiprocessors=114)):
+    # on Blackwell pieces would spill
+    assert chosen(256, 8, device=PROFILES["b200"], steps=1024) == chosen(256, 240, device=PROFILES["b200"]) == (4, 1)
+    fewer = dataclasses.replace(PROFILES["h200"], multiprocessors=114, clusters={3: 30, 4: 25}.get)
+    assert chosen(256, 200, device=fewer) == (4, 1) and chosen(256, 201, device=fewer) == (1, 1)
+    for other in (PROFILES["a100"], PROFILES["rtx5090"]):
         assert chosen(256, 8, device=other) == (1, 1)
+
+
+@pytest.mark.interpret
+def test_the_driver_is_asked_for_clusters_only_where_the_sms_suffice():
+    from benchmarks.problems import make_problem
+    from torch_bridge.tiling import heuristic
+
+    asked = []
+    device = dataclasses.replace(PROFILES["h200"], clusters=lambda programs: asked.append(programs) or 0)
+    for hidden, batch in ((128, 8), (256, 8 * 33 + 1), (520, 8), (256, 8), (512, 8)):
+        heuristic.__wrapped__(make_problem("gru", "fwd", "tf32", hidden, batch, steps=128), device)
+    assert asked == [4, 16]
 
 
 @pytest.mark.interpret

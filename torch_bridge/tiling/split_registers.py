@@ -35,13 +35,8 @@ FEWEST_STEPS = 256
 FEWEST_PIECES = 4
 # Microseconds until a program has loaded the weights of a model.
 START_US = 20.0
-# How many clusters run at once, one program an SM, by capability and SMs of a device and by programs of a cluster: a
-# cluster needs the SMs of one GPC. Measured on an H200; another GPU with as many SMs may have them in other GPCs, and
-# run fewer clusters at once. Where all tiles run at once, a step takes 0.84 us in place of 1.26 us forward and 1.14 us
-# in place of 1.32 us backward (GRU of 256 units, 4 programs, 8 sequences), and with 16 programs 0.79 in place of 1.18
-# us and 0.96 in place of 1.65 us (512 units, one sequence). Where they do not, it takes 1.4 to 1.95 times as long as
-# through L2.
-CLUSTERS_AT_ONCE = {(90, 132): {3: 37, 4: 30, 10: 7, 12: 7, 14: 7, 16: 7}}
+# Programs of the largest cluster.
+LARGEST_CLUSTER = 16
 # Sequences of a tile for which clusters were measured. With 16, the mailbox of 16 programs would exceed 48 KB, which is
 # the most that ptxas allows.
 CLUSTER_BATCH = 8
@@ -73,11 +68,8 @@ class SplitRegisters(ExchangesWords):
         return FEWEST_STEPS
 
     def room(self, device: Device) -> int:
-        """Returns the number of tiles that run at once; none in clusters if that was not measured for the device."""
-        if self.cluster == 1:
-            return super().room(device)
-        at_once = CLUSTERS_AT_ONCE.get((device.capability, device.multiprocessors), {})
-        return at_once.get(self.cluster, 0) if self.block_b == CLUSTER_BATCH else 0
+        """Returns the number of tiles that run at once, one program an SM."""
+        return super().room(device) if self.cluster == 1 else device.clusters(self.cluster)
 
     def workers(self, problem: Problem, device: Device) -> int:
         """Returns the number of workers; clusters need not run at once, and each has one tile."""
@@ -88,11 +80,16 @@ class SplitRegisters(ExchangesWords):
     def in_pieces(self, problem: Problem, device: Device) -> SplitRegisters:
         """Returns the tiling in pieces if resets cut sequences, and with or without resets in clusters.
 
-        Clusters are taken if all tiles run at once, and at least SHARE_OF_PIECES_IN_CLUSTERS times as many pieces.
+        Clusters are taken if all tiles run at once, and at least SHARE_OF_PIECES_IN_CLUSTERS times as many pieces. A
+        step of eight sequences and 256 units then takes 0.84 us in place of 1.26 us forward and 1.14 us in place of
+        1.32 us backward (GRU, 4 programs, H200), and one of one sequence and 512 units 0.79 in place of 1.18 us and
+        0.96 in place of 1.65 us (16 programs). Where they do not, it takes 1.4 to 1.95 times as long as through L2.
         """
         through_l2 = super().in_pieces(problem, device)
-        clusters = replace(self, cluster=self.splits)
-        if problem.models * clusters.tiles(problem) > clusters.room(device):
+        clusters, tiles = replace(self, cluster=self.splits), problem.models * self.tiles(problem)
+        if self.block_b != CLUSTER_BATCH or self.splits > LARGEST_CLUSTER or tiles > self.room(device):
+            return through_l2
+        if tiles > clusters.room(device):  # the SMs of a cluster are of one GPC; the driver may take a while to tell
             return through_l2
         in_clusters = Tiling.in_pieces(clusters, problem, device)
         enough = in_clusters.pieces >= SHARE_OF_PIECES_IN_CLUSTERS * through_l2.pieces
