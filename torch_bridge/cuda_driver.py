@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import warnings
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torch_bridge.tiling import Device
+
+logger = logging.getLogger("torch_bridge")
 
 # Numbers of `CUfunction_attribute` in cuda.h.
 _MAX_DYNAMIC_SHARED_SIZE, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 8, 14
@@ -93,7 +95,7 @@ def clusters_at_once(ordinal: int, programs: int) -> int:
     """Returns how many clusters of so many programs run at once on a GPU, if programs are alone on their SMs.
 
     That depends on how the SMs of the GPU are divided among its GPCs, which differs from one GPU of a kind to the next.
-    The result is 0 if the GPU has no such clusters, and if the driver cannot tell, of which a warning says why.
+    The result is 0 if the GPU has no such clusters, or if the driver cannot tell, which is logged.
     """
     return _clusters_at_once(ordinal).get(programs, 0)
 
@@ -115,7 +117,7 @@ def _clusters_at_once(ordinal: int) -> dict[int, int]:
             finally:
                 _call("cuModuleUnload", module)
     except DriverError as error:
-        warnings.warn(f"kernels do not run in clusters on {here.name}: {error}", stacklevel=2)
+        logger.warning("kernels do not run in clusters on %s, which costs time: %s", here.name, error)
         return {}
 
 

@@ -83,7 +83,7 @@ class SplitRegisters(ExchangesWords):
         Clusters are taken if all tiles run at once, and at least SHARE_OF_PIECES_IN_CLUSTERS times as many pieces. A
         step of eight sequences and 256 units then takes 0.84 us in place of 1.26 us forward and 1.14 us in place of
         1.32 us backward (GRU, 4 programs, H200), and one of one sequence and 512 units 0.79 in place of 1.18 us and
-        0.96 in place of 1.65 us (16 programs). Where they do not, it takes 1.4 to 1.95 times as long as through L2.
+        0.96 in place of 1.65 us (16 programs). Where they do not, it takes 1.1 to 1.6 times as long as through L2.
         """
         through_l2 = super().in_pieces(problem, device)
         clusters, tiles = replace(self, cluster=self.splits), problem.models * self.tiles(problem)
