@@ -342,6 +342,9 @@ def test_programs_exchange_in_clusters_where_all_of_them_run_at_once():
         assert chosen(hidden, 1, steps=1024, cell="lstm", state="stepped")[0] == 1
     # on Blackwell pieces would spill
     assert chosen(256, 8, device=PROFILES["b200"], steps=1024) == chosen(256, 240, device=PROFILES["b200"]) == (4, 1)
+    for hidden, state in ((250, "zeros"), (256, "stepped")):  # an LSTM spills there
+        assert chosen(hidden, 8, device=PROFILES["h200"], cell="lstm", state=state)[0] == 4
+        assert chosen(hidden, 8, device=PROFILES["b200"], cell="lstm", state=state) == (1, 1)
     fewer = dataclasses.replace(PROFILES["h200"], multiprocessors=114, clusters={3: 30, 4: 25}.get)
     assert chosen(256, 200, device=fewer) == (4, 1) and chosen(256, 201, device=fewer) == (1, 1)
     for other in (PROFILES["a100"], PROFILES["rtx5090"]):

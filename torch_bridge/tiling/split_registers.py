@@ -87,9 +87,10 @@ class SplitRegisters(ExchangesWords):
         """
         through_l2 = super().in_pieces(problem, device)
         clusters, tiles = replace(self, cluster=self.splits), problem.models * self.tiles(problem)
-        if self.block_b != CLUSTER_BATCH or self.splits > LARGEST_CLUSTER or tiles > self.room(device):
+        possible = self.block_b == CLUSTER_BATCH and self.splits <= LARGEST_CLUSTER
+        if not possible or tiles > self.room(device) or _spills_in_clusters(problem, device):
             return through_l2
-        if tiles > clusters.room(device):  # the SMs of a cluster are of one GPC; the driver may take a while to tell
+        if tiles > clusters.room(device):  # asks the driver: the SMs of a cluster must be of one GPC
             return through_l2
         in_clusters = Tiling.in_pieces(clusters, problem, device)
         enough = in_clusters.pieces >= SHARE_OF_PIECES_IN_CLUSTERS * through_l2.pieces
@@ -154,6 +155,16 @@ def _spills(problem: Problem, units: int) -> bool:
     if problem.direction == "bwd" or problem.reset_state != "stepped" or not problem.is_unaligned:
         return False
     return units == 32 or (units == 64 and problem.tilings == "lstm")
+
+
+def _spills_in_clusters(problem: Problem, device: Device) -> bool:
+    """Returns whether the kernel of a cluster has too few registers, but for pieces (`fewest_pieces`).
+
+    With Triton 3.7, from compute capability 10.0 on, an LSTM spills up to 32 bytes backward for up to 256 units if
+    these are no multiple of four, and 8 bytes forward with reset states per step on 12.0 (384 and 512 units).
+    """
+    stepped = problem.reset_state == "stepped"
+    return device.capability >= 100 and problem.tilings == "lstm" and (problem.is_unaligned or stepped)
 
 
 def _fits_batch_tile_16(problem: Problem, device: Device) -> bool:
