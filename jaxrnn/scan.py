@@ -48,6 +48,10 @@ class _Loop(NamedTuple):
 # last gate. On an H100, the batch of two products takes 0.90 to 1.03 of its time (16 to 1024 sequences, 64 to 256
 # units, 4 to 256 inputs).
 _JOINT_BYTES = 2**21
+# Most steps of an iteration of the loop on a GPU. The time of a gradient with four and with eight, divided by that with
+# one (64 sequences of 128 steps, 128 units; an H200): GRU 0.64, 0.60; LSTM 0.52, 0.44; Hessian-vector product of a
+# normed GRU 0.57, 0.49. Compilation takes 1.4, 1.3 and 2.1 times as long with four. On CPU, more steps are slower.
+_MOST_STEPS_PER_ITERATION = 4
 
 
 def _stack_padded(arrays: tuple[Array, Array], axis: int) -> Array:
@@ -147,6 +151,13 @@ def _per_step(reset_state: Array | None, state: Array, time_major: bool) -> tupl
     return None, jnp.moveaxis(reset_state, 0 if time_major else -2, 0)
 
 
+def _steps_per_iteration(steps: int) -> int:
+    """Returns how many steps an iteration has. They divide the steps: others would be split off by copies."""
+    if jax.default_backend() == "cpu" or not isinstance(steps, int):  # symbolic dimensions of `jax.export` are not ints
+        return 1
+    return max(n for n in range(1, _MOST_STEPS_PER_ITERATION + 1) if steps % n == 0)
+
+
 def run(spec: RecurrenceSpec, call: Call) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Runs a recurrence of one direction with `lax.scan`.
 
@@ -188,7 +199,9 @@ def run(spec: RecurrenceSpec, call: Call) -> tuple[tuple[Array, ...], tuple[Arra
 
     inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)
     initial = tuple(state.astype(dtype) for state in states)
-    last, sequences = jax.lax.scan(step, initial, (inputs, resets, stepped, begins), reverse=bool(spec.reverse))
+    last, sequences = jax.lax.scan(
+        step, initial, (inputs, resets, stepped, begins), reverse=bool(spec.reverse), unroll=_steps_per_iteration(steps)
+    )
     if not time_major:
         sequences = tuple(jnp.moveaxis(y, 0, -2) for y in sequences)
     return tuple(x.astype(state.dtype) for x, state in zip(last, states, strict=True)), sequences

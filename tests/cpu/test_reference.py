@@ -450,6 +450,38 @@ def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, options):
     jax.clear_caches()
 
 
+@pytest.mark.parametrize(
+    ("cell", "steps", "count"),
+    [
+        *(("gru", steps, count) for steps, count in ((2, 2), (3, 3), (7, 1), (8, 4), (10, 2))),
+        *((cell, 8, 4) for cell in calls.EVERY_CELL if cell != "gru"),
+    ],
+)
+def test_an_iteration_has_several_steps_on_a_gpu(monkeypatch, cell, steps, count):
+    """Results are those of one step an iteration, as on a CPU."""
+    arguments = calls.arguments(cell, steps=steps, stepped=True)
+    call = calls.runner(cell, "xla", reverse=steps in (8, 10))
+    jax.clear_caches()
+    want = calls.with_gradients(call)(*arguments)
+    assert " unroll=1\n" in str(jax.make_jaxpr(call)(*arguments))
+    jax.clear_caches()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    calls.assert_close(calls.with_gradients(call)(*arguments), want, 1e-6)
+    assert f" unroll={count}\n" in str(jax.make_jaxpr(call)(*arguments))
+    jax.clear_caches()
+
+
+def test_a_symbolic_number_of_steps_has_one_step_an_iteration_on_a_gpu(monkeypatch):
+    params, carry, xs, _, _ = calls.arguments("gru", steps=8)
+    (steps,) = jax.export.symbolic_shape("t")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    call = functools.partial(calls.runner("gru", "xla"), resets=None, reset_state=None)
+    _, ys = jax.eval_shape(call, params, carry, jax.ShapeDtypeStruct((steps, *xs.shape[1:]), "float32"))
+    jax.clear_caches()
+    assert ys.shape[0] == steps
+
+
 @pytest.mark.parametrize("cell", ["gru", "lstm", "mgu"])
 def test_one_step_has_symbolic_widths_on_a_gpu(monkeypatch, cell):
     params, carry, xs, resets, _ = calls.arguments(cell, steps=1, hidden=24)
