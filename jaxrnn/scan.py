@@ -48,9 +48,9 @@ class _Loop(NamedTuple):
 # last gate. On an H100, the batch of two products takes 0.90 to 1.03 of its time (16 to 1024 sequences, 64 to 256
 # units, 4 to 256 inputs).
 _JOINT_BYTES = 2**21
-# Most steps of an iteration of the loop on a GPU. The time of a gradient with four and with eight, divided by that with
-# one (64 sequences of 128 steps, 128 units; an H200): GRU 0.64, 0.60; LSTM 0.52, 0.44; Hessian-vector product of a
-# normed GRU 0.57, 0.49. Compilation takes 1.4, 1.3 and 2.1 times as long with four. On CPU, more steps are slower.
+# Most steps of an iteration of the loop, except on CPU, where more steps are slower. The time of a gradient with four
+# and with eight, divided by that with one (64 sequences of 128 steps, 128 units; an H200): GRU 0.64, 0.60; LSTM 0.52,
+# 0.44; Hessian-vector product of a normed GRU 0.57, 0.49. With four, compilation takes 1.4, 1.3 and 2.1 times as long.
 _MOST_STEPS_PER_ITERATION = 4
 
 
@@ -153,8 +153,8 @@ def _per_step(reset_state: Array | None, state: Array, time_major: bool) -> tupl
 
 def _steps_per_iteration(steps: int) -> int:
     """Returns how many steps an iteration has. They divide the steps: others would be split off by copies."""
-    if jax.default_backend() == "cpu" or not isinstance(steps, int):  # symbolic dimensions of `jax.export` are not ints
-        return 1
+    if jax.default_backend() == "cpu" or not isinstance(steps, int) or not steps:
+        return 1  # symbolic dimensions of `jax.export` are not ints
     return max(n for n in range(1, _MOST_STEPS_PER_ITERATION + 1) if steps % n == 0)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ _RELAXED_CAPTURE = 2
 _MULTIPROCESSORS, _THREADS_PER_MULTIPROCESSOR, _MAJOR, _MINOR, _SHARED_MEMORY_OPTIN = 16, 39, 75, 76, 97
 # Clusters exist from compute capability 9.0 on. They have at most this number of programs.
 _CLUSTERS_SINCE, _LARGEST_CLUSTER = 90, 16
+# The numbers of CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_INVALID_CLUSTER_SIZE in cuda.h.
+_NO_SUCH_CLUSTER = 1, 912
 _EMPTY_KERNEL = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry empty() { ret; }\0"
 
 
@@ -49,7 +52,15 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class DriverError(RuntimeError):
-    """NVIDIA's driver is missing, or a call of it failed; the message names both."""
+    """NVIDIA's driver is missing, or a call of it failed; the message names both.
+
+    Attributes:
+      status: the number of the driver's error, or 0 if the driver or one of its functions is missing.
+    """
+
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status
 
 
 def version() -> int | None:
@@ -81,55 +92,50 @@ def device(ordinal: int) -> Device:
         _call("cuDeviceGetAttribute", ctypes.byref(found), number, handle)
         return found.value
 
-    return Device(
+    here = Device(
         attribute(_MAJOR) * 10 + attribute(_MINOR),
         attribute(_MULTIPROCESSORS),
         attribute(_SHARED_MEMORY_OPTIN),
         attribute(_THREADS_PER_MULTIPROCESSOR),
         name=name.value.decode(),
-        clusters=functools.partial(clusters_at_once, ordinal),
     )
+    if here.capability < _CLUSTERS_SINCE:
+        return here
+    try:
+        return dataclasses.replace(here, clusters=_clusters(ordinal, here.shared_memory))
+    except DriverError as error:
+        logger.warning("kernels do not run in clusters on %s in this process, which costs time: %s", here.name, error)
+        return here
 
 
-def clusters_at_once(ordinal: int, programs: int) -> int:
-    """Returns how many clusters of so many programs run at once on a GPU, if programs are alone on their SMs.
+def _clusters(ordinal: int, shared_memory: int) -> tuple[int, ...]:
+    """Returns how many clusters of 0, 1, 2 and so on programs run at once, each with so many bytes of shared memory.
 
     That depends on how the SMs of the GPU are divided among its GPCs, which differs from one GPU of a kind to the next.
-    The result is 0 if the GPU has no such clusters, or if the driver cannot tell, which is logged.
+    The driver takes 0.3 ms to tell, and 9 ms if it compiles the kernel for the first time (H200).
     """
-    return _clusters_at_once(ordinal).get(programs, 0)
-
-
-@functools.cache
-def _clusters_at_once(ordinal: int) -> dict[int, int]:
-    here = device(ordinal)
-    if here.capability < _CLUSTERS_SINCE:
-        return {}
-    try:
-        with _primary_context(ordinal), _during_captures():
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            _call("cuModuleLoadData", ctypes.byref(module), _EMPTY_KERNEL)
-            try:
-                _call("cuModuleGetFunction", ctypes.byref(function), module, b"empty")
-                _allow_clusters(function, here.shared_memory)
-                sizes = range(2, _LARGEST_CLUSTER + 1)
-                return {programs: _active_clusters(function, programs, here.shared_memory) for programs in sizes}
-            finally:
-                _call("cuModuleUnload", module)
-    except DriverError as error:
-        logger.warning("kernels do not run in clusters on %s, which costs time: %s", here.name, error)
-        return {}
+    with _primary_context(ordinal), _during_captures():
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _call("cuModuleLoadData", ctypes.byref(module), _EMPTY_KERNEL)
+        try:
+            _call("cuModuleGetFunction", ctypes.byref(function), module, b"empty")
+            _allow_clusters(function, shared_memory)
+            sizes = range(1, _LARGEST_CLUSTER + 1)
+            return 0, *(_active_clusters(function, programs, shared_memory) for programs in sizes)
+        finally:
+            _call("cuModuleUnload", module)
 
 
 def _active_clusters(function: ctypes.c_void_p, programs: int, shared_memory: int) -> int:
-    """Returns how many clusters run at once, each program of which has so many bytes of dynamic shared memory."""
     attribute = _LaunchAttribute(_CLUSTER_DIMENSION, 0, (programs, 1, 1))
     config = _LaunchConfig((programs, 1, 1), (32, 1, 1), shared_memory, None, ctypes.pointer(attribute), 1)
     found = ctypes.c_int()
     try:
         _call("cuOccupancyMaxActiveClusters", ctypes.byref(found), function, ctypes.byref(config))
-    except DriverError:  # the GPU has no clusters of this size
-        return 0
+    except DriverError as error:
+        if error.status in _NO_SUCH_CLUSTER:
+            return 0
+        raise
     return found.value
 
 
@@ -192,7 +198,10 @@ def _call(name: str, *arguments: Any) -> None:
     library = _library()
     if library is None:
         raise DriverError("there is no libcuda.so.1, which NVIDIA's driver installs: install the driver")
-    if status := getattr(library, name)(*arguments):
+    function = getattr(library, name, None)
+    if function is None:
+        raise DriverError(f"NVIDIA's driver has no {name}: install a newer one")
+    if status := function(*arguments):
         text = ctypes.c_char_p()
         library.cuGetErrorString(status, ctypes.byref(text))
-        raise DriverError(f"{name} failed: {(text.value or b'').decode() or status}")
+        raise DriverError(f"{name} failed: {(text.value or b'').decode() or status}", status)

@@ -58,7 +58,10 @@ _profile: Device | None = None
 def device(ordinal: int = 0) -> Device:
     """Returns the properties by which kernels on a CUDA device are chosen: its own, or the profile set by `run_as`."""
     here = cuda_driver.device(ordinal)
-    return here if _profile is None else dataclasses.replace(_profile, name=f"{_profile.name} on {here.name}")
+    if _profile is None:
+        return here
+    clusters = here.clusters if _profile.clusters else ()
+    return dataclasses.replace(_profile, name=f"{_profile.name} on {here.name}", clusters=clusters)
 
 
 def profile() -> Device | None:

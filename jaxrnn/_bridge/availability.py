@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -104,7 +105,8 @@ def _fails_here() -> str | None:
     if reason := _callback_fails() if method.chosen().name == "callback" else method.native_fails():
         return f'{reason}, or pass implementation="xla"'
     try:
-        device, *others = {gpu.device(d.local_hardware_id) for d in jax.local_devices(backend="gpu")}
+        ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
+        device, *others = {dataclasses.replace(gpu.device(i), clusters=()) for i in ordinals}
     except cuda_driver.DriverError as error:
         return f'needs an NVIDIA GPU, and {error}, or pass implementation="xla"'
     if others:
@@ -233,11 +235,17 @@ def profile(name: str) -> Any:
 
 
 def cuda_device() -> tuple[Any, Sequence[int]]:
-    """Returns the device that kernels are chosen for, and the ordinals of all devices that they are loaded onto."""
-    from torch_bridge.gpu import device
+    """Returns the device that kernels are chosen for, and the ordinals of all devices that they are loaded onto.
+
+    Of clusters, it has as many as run at once on each of these. It has none in a program of several processes, whose
+    GPUs may differ in that: all processes must compile the same program.
+    """
+    from torch_bridge import gpu
 
     ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
-    return device(ordinals[0]), ordinals
+    first, *others = (gpu.device(i) for i in ordinals)
+    counts = () if jax.process_count() > 1 else zip(first.clusters, *(d.clusters for d in others), strict=False)
+    return dataclasses.replace(first, clusters=tuple(map(min, counts))), ordinals
 
 
 def runs_interpreter() -> bool:

@@ -27,8 +27,9 @@ class Driver:
                 (attribute,) = config._obj.attributes[: config._obj.num_attributes]
                 assert (attribute.id, *attribute.value[1:3]) == (4, 1, 1)
                 assert config._obj.shared_memory == self.attributes[97] and [*config._obj.grid][1:] == [1, 1]
-                if (count := self.clusters(attribute.value[0])) is None:
-                    return 912  # CUDA_ERROR_INVALID_CLUSTER_SIZE
+                count = self.clusters(attribute.value[0])
+                if count in (1, 912):  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_INVALID_CLUSTER_SIZE
+                    return count
                 found._obj.value = count
             if name == "cuGetErrorString":
                 arguments[1]._obj.value = b"as the test says"
@@ -45,45 +46,63 @@ def pretend(monkeypatch):
         monkeypatch.setattr(cuda_driver, "_library", lambda: driver)
         return driver
 
-    for cached in (cuda_driver.device, cuda_driver._clusters_at_once):
-        cached.cache_clear()
+    cuda_driver.device.cache_clear()
     yield use
-    for cached in (cuda_driver.device, cuda_driver._clusters_at_once):
-        cached.cache_clear()
+    cuda_driver.device.cache_clear()
 
 
-def test_clusters_are_counted_once_and_not_before_they_are_needed(pretend):
-    driver = pretend(Driver(clusters=lambda programs: 160 // programs if programs <= 8 else None))
+PAIRS = (
+    ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2"),
+    ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"),
+    ("cuModuleLoadData", "cuModuleUnload"),
+)
+
+
+@pytest.mark.parametrize("status", [1, 912])
+def test_the_driver_is_asked_once_how_many_clusters_run_at_once(status, pretend):
+    driver = pretend(Driver(clusters=lambda programs: 160 // programs if programs <= 8 else status))
     device = cuda_driver.device(0)
     assert (device.capability, device.multiprocessors, device.name) == (120, 170, "a GPU")
-    assert "cuModuleLoadData" not in driver.called
-    assert [device.clusters(programs) for programs in (0, 1, 2, 3, 4, 8, 9, 16, 17)] == [0, 0, 80, 53, 40, 20, 0, 0, 0]
-    for name in ("cuModuleLoadData", "cuModuleUnload", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2"):
-        assert driver.called.count(name) == 1
-    for name in ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
+    assert device.clusters == (0, 160, 80, 53, 40, 32, 26, 22, 20, *[0] * 8)
+    assert [device.clusters_at_once(programs) for programs in (1, 4, 16, 17)] == [160, 40, 0, 0]
+    assert cuda_driver.device(0) is device
+    for name in sum(PAIRS, ()):
         assert driver.called.count(name) == 1
     assert driver.called.count("cuThreadExchangeStreamCaptureMode") == 2
 
 
 def test_gpus_before_hopper_are_not_asked(pretend):
     driver = pretend(Driver(ATTRIBUTES | {75: 8}))
-    assert cuda_driver.device(0).clusters(4) == 0 and "cuModuleLoadData" not in driver.called
+    assert cuda_driver.device(0).clusters == () and "cuModuleLoadData" not in driver.called
 
 
-@pytest.mark.parametrize("name", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"])
-def test_what_a_driver_cannot_tell_is_logged_once_and_there_are_no_clusters(name, pretend, caplog):
-    driver = pretend(Driver(clusters=lambda programs: 9, **{name: 221}))
-    assert [cuda_driver.device(0).clusters(4) for _ in range(2)] == [0, 0]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuModuleLoadData", "cuModuleGetFunction",
+        "cuFuncSetAttribute", "cuOccupancyMaxActiveClusters",
+    ],
+)  # fmt: skip
+def test_a_driver_that_cannot_tell_is_logged_once_and_there_are_no_clusters(name, pretend, caplog):
+    driver = pretend(Driver(**{name: 700}))
+    assert [cuda_driver.device(0).clusters for _ in range(2)] == [(), ()]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert f"do not run in clusters on a GPU, which costs time: {name} failed: as the test says" in caplog.text
-    assert driver.called.count("cuCtxPushCurrent_v2") == driver.called.count("cuCtxPopCurrent_v2") == 1
-    assert driver.called.count("cuDevicePrimaryCtxRelease_v2") == 1
+    assert f"do not run in clusters on a GPU in this process, which costs time: {name} failed: as" in caplog.text
+    for begin, end in PAIRS:
+        assert driver.called.count(end) == (driver.called.count(begin) if name != begin else 0)
+    assert driver.called.count("cuThreadExchangeStreamCaptureMode") in (0, 2)
 
 
-def test_gpus_of_one_kind_are_equal_however_many_clusters_run_at_once(pretend):
-    pretend(Driver(clusters=lambda programs: 9))
-    first, second = cuda_driver.device(0), cuda_driver.device(1)
-    assert first == second and hash(first) == hash(second) and first.clusters is not second.clusters
+def test_a_function_that_the_driver_lacks_is_named(pretend):
+    class Old(Driver):
+        def __getattr__(self, name):
+            if name == "cuDeviceGetName":
+                raise AttributeError(name)
+            return super().__getattr__(name)
+
+    pretend(Old())
+    with pytest.raises(cuda_driver.DriverError, match=r"NVIDIA's driver has no cuDeviceGetName: install a newer one"):
+        cuda_driver.device(0)
 
 
 def test_the_structures_have_the_sizes_of_those_of_cuda():

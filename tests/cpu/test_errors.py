@@ -323,6 +323,20 @@ def test_triton_rejects_gpus_of_different_kinds(monkeypatch):
 
 
 @pytest.mark.torch
+def test_gpus_of_one_kind_may_run_different_numbers_of_clusters_at_once(monkeypatch):
+    """All processes of a program compile the same one, so it has no clusters if there are several."""
+    from jaxrnn import _bridge
+    from jaxrnn._bridge import availability
+    from torch_bridge.tiling import Device
+
+    pretend_gpus(monkeypatch, Device(clusters=(0, 132, 66, 38, 31)), Device(clusters=(0, 132, 66, 39, 30)))
+    assert _bridge.unsupported([jnp.float32], 64) is None
+    assert availability.chosen_device().clusters == (0, 132, 66, 38, 30)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert availability.chosen_device().clusters == ()
+
+
+@pytest.mark.torch
 def test_triton_rejects_a_torch_built_without_cuda(monkeypatch):
     import torch
 

@@ -24,7 +24,6 @@ from torch_calls import torch
 import torch_bridge.rnn_ops.kernels
 from torch_bridge import gpu, nn
 from torch_bridge.tiling.candidates import heuristic
-from torch_bridge.tiling.devices import no_clusters
 from torch_bridge.tiling.split_registers import SplitRegisters
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +61,7 @@ def assert_same_results(run, clusters=None):
     with clusters_at_once(clusters or device.clusters) as found:
         in_clusters = run()
     assert (max(found) > 1) == (device.capability >= 90)
-    with clusters_at_once(no_clusters) as found:
+    with clusters_at_once(()) as found:
         through_l2 = run()
     assert found == {1}
     calls.assert_same(in_clusters, through_l2)
@@ -83,13 +82,13 @@ def runner(cell, **options):
 
 def test_the_driver_tells_how_many_clusters_run_at_once():
     device = gpu.device(0)
-    counts = [device.clusters(programs) for programs in range(2, 17)]
     if device.capability < 90:
-        assert not any(counts)
+        assert device.clusters == ()
         return
-    assert device.multiprocessors // 4 <= counts[0] <= device.multiprocessors // 2
-    assert counts == sorted(counts, reverse=True) and counts[2] > 0  # of up to 8 programs, every such GPU has some
-    assert not any(device.clusters(programs) for programs in (0, 17))
+    none, alone, *others = device.clusters
+    assert (none, alone, len(others)) == (0, device.multiprocessors, 15)
+    assert others == sorted(others, reverse=True) and 0 < others[0] <= alone // 2
+    assert device.clusters_at_once(8) > 0  # as every such GPU has
 
 
 @pytest.mark.parametrize("resets", ["some", "all", "none"])
@@ -134,7 +133,7 @@ def test_clusters_that_do_not_all_run_at_once(cell, hidden, batch):
     """Some then begin when others have ended. The last tile of a model has five sequences."""
     args = arguments(cell, hidden, batch=(batch,), steps=9)
     assert_same_results(
-        lambda: jax.device_get(jax.jit(calls.with_gradients(runner(cell)))(*args)), clusters=lambda programs: 1000
+        lambda: jax.device_get(jax.jit(calls.with_gradients(runner(cell)))(*args)), clusters=(1000,) * 17
     )
 
 

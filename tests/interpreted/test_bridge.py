@@ -345,22 +345,11 @@ def test_programs_exchange_in_clusters_where_all_of_them_run_at_once():
     for hidden, state in ((250, "zeros"), (256, "stepped")):  # an LSTM spills there
         assert chosen(hidden, 8, device=PROFILES["h200"], cell="lstm", state=state)[0] == 4
         assert chosen(hidden, 8, device=PROFILES["b200"], cell="lstm", state=state) == (1, 1)
-    fewer = dataclasses.replace(PROFILES["h200"], multiprocessors=114, clusters={3: 30, 4: 25}.get)
-    assert chosen(256, 200, device=fewer) == (4, 1) and chosen(256, 201, device=fewer) == (1, 1)
+    fewer = dataclasses.replace(PROFILES["h200"], multiprocessors=114, clusters=(0, 114, 57, 30, 25))
+    assert chosen(256, 200, device=fewer) == (4, 1)
+    assert chosen(256, 201, device=fewer) == chosen(320, 8, device=fewer) == (1, 1)
     for other in (PROFILES["a100"], PROFILES["rtx5090"]):
         assert chosen(256, 8, device=other) == (1, 1)
-
-
-@pytest.mark.interpret
-def test_the_driver_is_asked_for_clusters_only_where_the_sms_suffice():
-    from benchmarks.problems import make_problem
-    from torch_bridge.tiling import heuristic
-
-    asked = []
-    device = dataclasses.replace(PROFILES["h200"], clusters=lambda programs: asked.append(programs) or 0)
-    for hidden, batch in ((128, 8), (256, 8 * 33 + 1), (520, 8), (256, 8), (512, 8)):
-        heuristic.__wrapped__(make_problem("gru", "fwd", "tf32", hidden, batch, steps=128), device)
-    assert asked == [4, 16]
 
 
 @pytest.mark.interpret

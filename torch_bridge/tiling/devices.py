@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
-
-def no_clusters(_: int) -> int:
-    """Returns 0."""
-    return 0
-
-
-def clusters_of_an_h200(programs: int) -> int:
-    """Returns how many clusters of so many programs run at once on the H200 that was asked, one program an SM."""
-    return {3: 39, 4: 30, 10: 7, 12: 7, 14: 7, 16: 7}.get(programs, 0)
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -28,8 +17,8 @@ class Device:
       threads: maximum number of resident threads per SM.
       interpreted: whether kernels run in Triton's interpreter, which has no Gluon.
       name: the name that the driver reports, for messages.
-      clusters: returns how many clusters of so many programs run at once, if programs are alone on their SMs. GPUs of
-        one kind may differ in that, and are equal nevertheless: any of them runs launches that were chosen for another.
+      clusters: how many clusters of 0, 1, 2 and so on programs run at once, if programs are alone on their SMs. GPUs of
+        one kind may differ in that.
     """
 
     capability: int = 90
@@ -38,7 +27,7 @@ class Device:
     threads: int = 2048
     interpreted: bool = False
     name: str = ""
-    clusters: Callable[[int], int] = field(default=no_clusters, compare=False, repr=False)
+    clusters: tuple[int, ...] = ()
 
     @property
     def runs_gluon(self) -> bool:
@@ -55,22 +44,28 @@ class Device:
         """Whether a kernel can start before the previous one ends (programmatic dependent launch)."""
         return not self.interpreted and self.capability >= 90
 
+    def clusters_at_once(self, programs: int) -> int:
+        """Returns how many clusters of so many programs run at once; 0 if there are no clusters of this size."""
+        return self.clusters[programs] if programs < len(self.clusters) else 0
+
     def programs_per_sm(self, num_warps: int, wanted: int) -> int:
         """Returns how many programs are resident on an SM: `wanted`, or as many as its threads allow."""
         return max(1, min(wanted, self.threads // (32 * num_warps)))
 
 
 # Capability, SMs, shared memory and threads: NVIDIA's architecture white papers, and the CUDA programming guide (table
-# "Technical Specifications per Compute Capability"). The tests compile every kernel for these GPUs. How many clusters
-# run at once on Blackwell is not known here, so those of an H200 stand for them; GPUs that are there tell themselves.
+# "Technical Specifications per Compute Capability"). The tests compile every kernel for these GPUs. Clusters are those
+# that the driver of an H200 tells, also for the B200 and the B300; none for the RTX 5090. A GPU that is there tells its
+# own, which depend on how its SMs are divided among GPCs.
+_H200_CLUSTERS = (0, 132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
 PROFILES = {
     "a100": Device(80, 108, 166_912, 2048, name="NVIDIA A100"),
     "rtx3090": Device(86, 82, 101_376, 1536, name="NVIDIA GeForce RTX 3090"),
     "rtx4090": Device(89, 128, 101_376, 1536, name="NVIDIA GeForce RTX 4090"),
-    "h100": Device(90, 132, 232_448, 2048, name="NVIDIA H100 80GB HBM3", clusters=clusters_of_an_h200),
-    "h200": Device(90, 132, 232_448, 2048, name="NVIDIA H200", clusters=clusters_of_an_h200),
-    "b200": Device(100, 148, 232_448, 2048, name="NVIDIA B200", clusters=clusters_of_an_h200),
-    "b300": Device(103, 148, 232_448, 2048, name="NVIDIA B300", clusters=clusters_of_an_h200),
+    "h100": Device(90, 132, 232_448, 2048, name="NVIDIA H100 80GB HBM3", clusters=_H200_CLUSTERS),
+    "h200": Device(90, 132, 232_448, 2048, name="NVIDIA H200", clusters=_H200_CLUSTERS),
+    "b200": Device(100, 148, 232_448, 2048, name="NVIDIA B200", clusters=_H200_CLUSTERS),
+    "b300": Device(103, 148, 232_448, 2048, name="NVIDIA B300", clusters=_H200_CLUSTERS),
     "rtx5090": Device(120, 170, 101_376, 1536, name="NVIDIA GeForce RTX 5090"),
 }
 
@@ -87,7 +82,7 @@ GPUS = PROFILES | {
     "rtx4080": Device(89, 76, 101_376, 1536, name="NVIDIA GeForce RTX 4080"),
     "l40s": Device(89, 142, 101_376, 1536, name="NVIDIA L40S"),
     "rtx6000ada": Device(89, 142, 101_376, 1536, name="NVIDIA RTX 6000 Ada Generation"),
-    "gh200": Device(90, 132, 232_448, 2048, name="NVIDIA GH200 480GB", clusters=clusters_of_an_h200),
+    "gh200": Device(90, 132, 232_448, 2048, name="NVIDIA GH200 480GB", clusters=_H200_CLUSTERS),
 }
 
 

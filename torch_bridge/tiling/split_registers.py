@@ -35,8 +35,6 @@ FEWEST_STEPS = 256
 FEWEST_PIECES = 4
 # Microseconds until a program has loaded the weights of a model.
 START_US = 20.0
-# Programs of the largest cluster.
-LARGEST_CLUSTER = 16
 # Sequences of a tile for which clusters were measured. With 16, the mailbox of 16 programs would exceed 48 KB, which is
 # the most that ptxas allows.
 CLUSTER_BATCH = 8
@@ -69,7 +67,7 @@ class SplitRegisters(ExchangesWords):
 
     def room(self, device: Device) -> int:
         """Returns the number of tiles that run at once, one program an SM."""
-        return super().room(device) if self.cluster == 1 else device.clusters(self.cluster)
+        return super().room(device) if self.cluster == 1 else device.clusters_at_once(self.cluster)
 
     def workers(self, problem: Problem, device: Device) -> int:
         """Returns the number of workers; clusters need not run at once, and each has one tile."""
@@ -87,10 +85,7 @@ class SplitRegisters(ExchangesWords):
         """
         through_l2 = super().in_pieces(problem, device)
         clusters, tiles = replace(self, cluster=self.splits), problem.models * self.tiles(problem)
-        possible = self.block_b == CLUSTER_BATCH and self.splits <= LARGEST_CLUSTER
-        if not possible or tiles > self.room(device) or _spills_in_clusters(problem, device):
-            return through_l2
-        if tiles > clusters.room(device):  # asks the driver: the SMs of a cluster must be of one GPC
+        if self.block_b != CLUSTER_BATCH or tiles > clusters.room(device) or _spills_in_clusters(problem, device):
             return through_l2
         in_clusters = Tiling.in_pieces(clusters, problem, device)
         enough = in_clusters.pieces >= SHARE_OF_PIECES_IN_CLUSTERS * through_l2.pieces
