@@ -152,7 +152,7 @@ def _per_step(reset_state: Array | None, state: Array, time_major: bool) -> tupl
 
 
 def _steps_per_iteration(steps: int) -> int:
-    """Returns how many steps an iteration has. They divide the steps: others would be split off by copies."""
+    """Returns the steps of an iteration, a divisor of `steps`: `lax.scan` splits off a remainder by copying arrays."""
     if jax.default_backend() == "cpu" or not isinstance(steps, int) or not steps:
         return 1  # symbolic dimensions of `jax.export` are not ints
     return max(n for n in range(1, _MOST_STEPS_PER_ITERATION + 1) if steps % n == 0)

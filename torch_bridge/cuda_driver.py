@@ -109,10 +109,10 @@ def device(ordinal: int) -> Device:
 
 
 def _clusters(ordinal: int, shared_memory: int) -> tuple[int, ...]:
-    """Returns how many clusters of 0, 1, 2 and so on programs run at once, each with so many bytes of shared memory.
+    """Returns `Device.clusters`, for programs with so many bytes of shared memory.
 
-    That depends on how the SMs of the GPU are divided among its GPCs, which differs from one GPU of a kind to the next.
-    The driver takes 0.3 ms to tell, and 9 ms if it compiles the kernel for the first time (H200).
+    The SMs of a cluster belong to one GPC, and GPUs of one kind differ in how many SMs their GPCs have. The query takes
+    0.3 ms, and 9 ms if the driver compiles the empty kernel for the first time (H200).
     """
     with _primary_context(ordinal), _during_captures():
         module, function = ctypes.c_void_p(), ctypes.c_void_p()

@@ -105,8 +105,7 @@ def _fails_here() -> str | None:
     if reason := _callback_fails() if method.chosen().name == "callback" else method.native_fails():
         return f'{reason}, or pass implementation="xla"'
     try:
-        ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
-        device, *others = {dataclasses.replace(gpu.device(i), clusters=()) for i in ordinals}
+        device, *others = {dataclasses.replace(gpu.device(i), clusters=()) for i in _ordinals()}
     except cuda_driver.DriverError as error:
         return f'needs an NVIDIA GPU, and {error}, or pass implementation="xla"'
     if others:
@@ -234,15 +233,20 @@ def profile(name: str) -> Any:
     return gpu
 
 
+def _ordinals() -> list[int]:
+    """Returns the ordinals of the GPUs of this process."""
+    return [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
+
+
 def cuda_device() -> tuple[Any, Sequence[int]]:
     """Returns the device that kernels are chosen for, and the ordinals of all devices that they are loaded onto.
 
-    Of clusters, it has as many as run at once on each of these. It has none in a program of several processes, whose
-    GPUs may differ in that: all processes must compile the same program.
+    The device has as many clusters as run at once on every GPU of this process. With several processes it has none:
+    their GPUs may differ in that, and all processes must compile the same program.
     """
     from torch_bridge import gpu
 
-    ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
+    ordinals = _ordinals()
     first, *others = (gpu.device(i) for i in ordinals)
     counts = () if jax.process_count() > 1 else zip(first.clusters, *(d.clusters for d in others), strict=False)
     return dataclasses.replace(first, clusters=tuple(map(min, counts))), ordinals

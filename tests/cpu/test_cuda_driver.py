@@ -1,4 +1,4 @@
-"""What the driver is asked about a GPU, with a driver of whose functions a test says what they return."""
+"""`torch_bridge.cuda_driver` reads the facts about a GPU from NVIDIA's driver, which a fake replaces here."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ ATTRIBUTES = {16: 170, 39: 1536, 75: 12, 76: 0, 97: 101_376}  # an RTX 5090's
 
 
 class Driver:
-    """A driver with one GPU. Its functions return the statuses in `fails`, or 0 for success, and are recorded."""
+    """A fake driver of one GPU. It records calls, which return the statuses in `fails`, or 0 for success."""
 
     def __init__(self, attributes=ATTRIBUTES, clusters=lambda programs: 0, **fails):
         self.attributes, self.clusters, self.fails, self.called = attributes, clusters, fails, []

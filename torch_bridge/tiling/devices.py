@@ -17,8 +17,8 @@ class Device:
       threads: maximum number of resident threads per SM.
       interpreted: whether kernels run in Triton's interpreter, which has no Gluon.
       name: the name that the driver reports, for messages.
-      clusters: how many clusters of 0, 1, 2 and so on programs run at once, if programs are alone on their SMs. GPUs of
-        one kind may differ in that.
+      clusters: `clusters[n]` is the number of clusters of n programs that run at once, one program per SM. GPUs of one
+        kind may differ in that.
     """
 
     capability: int = 90
@@ -45,7 +45,7 @@ class Device:
         return not self.interpreted and self.capability >= 90
 
     def clusters_at_once(self, programs: int) -> int:
-        """Returns how many clusters of so many programs run at once; 0 if there are no clusters of this size."""
+        """Returns the number of clusters of so many programs that run at once; 0 if the GPU has none of this size."""
         return self.clusters[programs] if programs < len(self.clusters) else 0
 
     def programs_per_sm(self, num_warps: int, wanted: int) -> int:
@@ -54,9 +54,9 @@ class Device:
 
 
 # Capability, SMs, shared memory and threads: NVIDIA's architecture white papers, and the CUDA programming guide (table
-# "Technical Specifications per Compute Capability"). The tests compile every kernel for these GPUs. Clusters are those
-# that the driver of an H200 tells, also for the B200 and the B300; none for the RTX 5090. A GPU that is there tells its
-# own, which depend on how its SMs are divided among GPCs.
+# "Technical Specifications per Compute Capability"). The tests compile every kernel for these GPUs. The numbers of
+# clusters are those that the driver of an H200 returns, also for the B200 and the B300, whose own are not known; the
+# RTX 5090 has none here. For a GPU that is present, `cuda_driver` asks the driver.
 _H200_CLUSTERS = (0, 132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7)
 PROFILES = {
     "a100": Device(80, 108, 166_912, 2048, name="NVIDIA A100"),
