@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
@@ -21,6 +22,9 @@ from jaxrnn.linen.cells import CELL_TYPES, REPLACEMENTS, FusedCell
 from jaxrnn.linen.rnn import default_carries, run_cell
 from jaxrnn.modules import Carry
 from torch_bridge.docstrings import inherit_descriptions
+
+# The options of a cell that `ScannedRNN` sets itself.
+_SET_HERE = ("features", "dtype", "param_dtype", "num_blocks", "name", "parent")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,8 +60,8 @@ def _new_carry(rnn: Any, batch_size: Any, hidden_size: Any, form: str = "an inte
         raise ValueError(
             f"ScannedRNN: batch_size must be {form}, got {shown(batch_size)}; pass the sizes of all batch axes"
         )
-    make = cell_class(rnn.cell_type)
-    cell = make(**_cell_options(make, hidden_size, param_dtype=rnn.param_dtype), parent=None)
+    make, given = _class_and_options(rnn.cell_type)
+    cell = make(**given, **_cell_options(make, hidden_size, param_dtype=rnn.param_dtype), parent=None)
     return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
 
 
@@ -92,9 +96,10 @@ def _check_attributes(rnn: Any) -> None:
         raise ValueError(f"ScannedRNN: cell_name must be a string or None, got {shown(rnn.cell_name)}; pass a name")
 
 
-def _type_name(value: Any) -> str:
-    """Returns the name of a type with which a subclass can annotate an attribute that has this value."""
-    return type(value).__name__ if type(value) in (int, str) else "Any"
+def _type_of_attribute(name: str) -> str:
+    """Returns a type with which a subclass can annotate an attribute without an import other than of `Any`."""
+    annotation = str(inspect.get_annotations(ScannedRNN)[name])
+    return annotation if {"int", "str", "None"}.issuperset(annotation.split(" | ")) else "Any"
 
 
 class ScannedRNN(nn.Module):
@@ -112,9 +117,10 @@ class ScannedRNN(nn.Module):
     Attributes:
       hidden_state_dim: H, the default `hidden_size` of `initialize_carry`; if set, the carry must have this width.
       cell_type: "gru", "lstm", "optimized_lstm" or another name in `jaxrnn.linen.cells.CELL_TYPES`, or a cell class.
-        Those that `jaxrnn.linen` has are fused, and so is a class of Flax that one of them replaces. Of the options of
-        the class, `features`, `dtype`, `param_dtype` and `num_blocks` are set, and the others have their defaults. A
-        class of yours needs the option `features`, and those of the other three that are set here.
+        Those that `jaxrnn.linen` has are fused, and so is a class of Flax that one of them replaces, but no subclass.
+        Of the options of the class, `features`, `dtype`, `param_dtype` and `num_blocks` are set, and the others have
+        their defaults, unless a `functools.partial` of the class sets them, such as `kernel_init`. A class of yours
+        needs the option `features`, and those of the other three that are set here.
       cell_name: the name of the cell's parameters, by default `GRUCell_1` for "gru", `LSTMCell_1` for "lstm", and so
         on. The classes that this one replaces create a dummy cell first, and only the second cell has parameters. If
         your class creates no dummy cell, creates it with `parent=None` or creates it second, the name is "GRUCell_0".
@@ -168,7 +174,7 @@ class ScannedRNN(nn.Module):
             if name in vars(cls) and name not in annotated:
                 raise TypeError(
                     f"{cls.__name__}: {name} is set without a type, and a dataclass would ignore it: write "
-                    f"`{name}: {_type_name(vars(cls)[name])} = {vars(cls)[name]!r}`"
+                    f"`{name}: {_type_of_attribute(name)} = {vars(cls)[name]!r}`"
                 )
         super().__init_subclass__(**options)
 
@@ -205,13 +211,13 @@ class ScannedRNN(nn.Module):
                 f"{caller('carry')} must be hidden_state_dim = {self.hidden_state_dim} wide, got {hidden}; "
                 "initialize_carry of this instance returns one"
             )
-        make = cell_class(self.cell_type)
+        make, given = _class_and_options(self.cell_type)
         if self.num_blocks != 1:
             make = REPLACEMENTS.get(make, make)  # the cells of Flax have no blocks
         name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
         self._check_name(name, make)
         options = _cell_options(make, hidden, dtype=self.dtype, param_dtype=self.param_dtype)
-        cell = make(name=name, **options, **self._block_options(make))
+        cell = make(name=name, **given, **options, **self._block_options(make))
         carry, reset_carry = default_carries(cell, carry, ins, resets, None)
         carry, ys, _ = run_cell(
             cell,
@@ -314,13 +320,26 @@ class HiddenFirstScannedRNN(ScannedRNN):
 HiddenFirstScannedRNN.__name__ = "ScannedRNN"
 
 
-def cell_class(cell_type: str | type[nn.RNNCellBase]) -> Any:
-    """Returns the cell class that `cell_type` is or names."""
+def _class_and_options(cell_type: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the cell class that `cell_type` is, names or is a `functools.partial` of, and the options of a partial.
+
+    Raises:
+      ValueError: `cell_type` is none of these, or a partial sets what `ScannedRNN` sets.
+    """
     if isinstance(cell_type, str) and cell_type in CELL_TYPES:
-        return CELL_TYPES[cell_type]
-    if isinstance(cell_type, type) and issubclass(cell_type, nn.RNNCellBase):
-        return cell_type
-    raise ValueError(
-        f"ScannedRNN: cell_type must be a cell class of linen or one of {', '.join(CELL_TYPES)}, got "
-        f"{shown(cell_type)}{suggest(cell_type, [*CELL_TYPES])}"
-    )
+        return CELL_TYPES[cell_type], {}
+    make, args, options = cell_type, (), {}
+    if isinstance(cell_type, functools.partial):
+        make, args, options = cell_type.func, cell_type.args, cell_type.keywords
+    if not (isinstance(make, type) and issubclass(make, nn.RNNCellBase)):
+        raise ValueError(
+            "ScannedRNN: cell_type must be a cell class of linen, a functools.partial of one, or one of "
+            f"{', '.join(CELL_TYPES)}, got {shown(cell_type)}{suggest(cell_type, [*CELL_TYPES])}"
+        )
+    if taken := [*map(shown, args), *sorted(options.keys() & _SET_HERE)]:
+        raise ValueError(
+            "ScannedRNN: the functools.partial in cell_type must have only keyword arguments other than "
+            f"{', '.join(_SET_HERE)}, got {', '.join(taken)}; leave these out: the carry has the width, and ScannedRNN "
+            "has attributes for the others"
+        )
+    return make, options

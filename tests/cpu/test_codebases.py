@@ -653,32 +653,53 @@ def test_weights_of_a_torch_gru_convert_as_the_docs_say():
 # --- other libraries -------------------------------------------------------------------------------------------------
 
 
+class ScannedInNNX(nnx.Module):
+    """The recurrent layer of an agent in NNX as its author writes it."""
+
+    def __init__(self, in_features, hidden_features, *, rngs):
+        self.cell = nnx.OptimizedLSTMCell(in_features, hidden_features, rngs=rngs)
+
+    def __call__(self, carry, xs, resets):
+        def step(cell, carry, x):
+            x, reset = x
+            return cell(jax.tree.map(lambda state: jnp.where(reset[:, None], 0, state), carry), x)
+
+        return nnx.scan(step, in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(self.cell, carry, (xs, resets))
+
+
+class AgentInNNX(nnx.Module):
+    """An agent with a layer whose initial values are drawn after those of its recurrent layer."""
+
+    def __init__(self, recurrent, *, rngs):
+        self.recurrent = recurrent(D, H, rngs=rngs)
+        self.head = nnx.Linear(H, 2, rngs=rngs)
+
+    def __call__(self, carry, xs, resets):
+        carry, ys = self.recurrent(carry, xs, resets)
+        return carry, self.head(ys)
+
+
 @IMPLEMENTATIONS
 def test_an_agent_in_nnx(implementation, monkeypatch):
+    """The whole state of the agent stays: its paths, its initial values and the state of its random numbers."""
     monkeypatch.setattr(jaxrnn.nnx.RNN, "__init__", with_default(jaxrnn.nnx.RNN.__init__, implementation))
     names: dict[str, Any] = {"__name__": "docs"}
     exec(snippet("An agent in Flax NNX"), names)
-    module = names["Recurrent"](D, H, rngs=nnx.Rngs(0))
-    own = nnx.OptimizedLSTMCell(D, H, rngs=nnx.Rngs(0))
-    assert_identical(nnx.to_pure_dict(nnx.state(module.rnn.cell)), nnx.to_pure_dict(nnx.state(own)))
     carry, xs, resets = some_carry("OptimizedLSTMCell", (B,), H), normal(1, (T, B, D)), some_resets((T, B))
 
-    def scanned_steps(cell, carry, xs, resets):
-        def step(carry, x):
-            x, reset = x
-            carry = jax.tree.map(lambda state: jnp.where(reset[:, None], 0, state), carry)
-            return cell(carry, x)
-
-        return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(carry, (xs, resets))
-
-    def loss(run, module, carry):
-        results = run(module, carry, xs, resets)
+    def loss(agent, carry):
+        results = agent(carry, xs, resets)
         return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(results)), results
 
-    ours = nnx.grad(functools.partial(loss, lambda m, *x: m(*x)), argnums=(0, 1), has_aux=True)(module, carry)
-    want = nnx.grad(functools.partial(loss, scanned_steps), argnums=(0, 1), has_aux=True)(own, carry)
-    ours, want = jax.tree.leaves(ours), jax.tree.leaves(want)
-    assert_close(ours, want, tol=1e-5)
+    def run(recurrent):
+        agent = AgentInNNX(recurrent, rngs=nnx.Rngs(0))
+        state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(agent)))
+        grads, results = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))(agent, carry)
+        assert_identical(nnx.to_pure_dict(nnx.state(agent)), state)
+        return state, (nnx.to_pure_dict(nnx.state(grads[0])), grads[1], results)
+
+    paths = both("nnx", run, ScannedInNNX, names["Recurrent"])
+    assert {"recurrent/cell/dense_i/kernel", "head/kernel"} < paths
 
 
 @IMPLEMENTATIONS

@@ -613,11 +613,20 @@ TABLE = {
         (
             apply(linen.ScannedRNN(cell_type="GRU"), H0, (XS, RESETS)),
             (
-                "cell_type must be a cell class of linen or one of gru, lstm, optimized_lstm, "
-                "optimised_lstm, mgu, simple, norm_gru, got 'GRU'; did you mean \"gru\"?"
+                "cell_type must be a cell class of linen, a functools.partial of one, or one of gru, lstm, "
+                "optimized_lstm, optimised_lstm, mgu, simple, norm_gru, got 'GRU'; did you mean \"gru\"?"
             ),
         ),
         (apply(linen.ScannedRNN(cell_type=linen.GRUCell(H)), H0, (XS, RESETS)), "got GRUCell"),
+        (
+            apply(linen.ScannedRNN(cell_type=functools.partial(linen.GRUCell, H, param_dtype=None)), H0, (XS, RESETS)),
+            "must have only keyword arguments other than features, dtype, param_dtype, num_blocks, name, parent, "
+            "got 6, param_dtype; leave these out",
+        ),
+        (
+            apply(linen.ScannedRNN(cell_type=functools.partial(jnp.add, H)), H0, (XS, RESETS)),
+            "cell_type must be a cell class of linen, a functools.partial of one, or one of",
+        ),
         (apply(linen.ScannedRNN(cell_type=linen.GRU), H0, (XS, RESETS)), "got the class GRU"),
         (apply(linen.ScannedRNN(cell_type=nnx.GRUCell), H0, (XS, RESETS)), "got the class GRUCell"),
         (lambda: linen.ScannedRNN.initialize_carry(B), "hidden_size must be an integer, got None; pass it"),

@@ -196,8 +196,10 @@ def test_initialize_carry(make, args, shape):
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("cell_type", "lstm", "`cell_type: str = 'lstm'`"), ("implementation", "triton", "`implementation: str = "),
-        ("hidden_state_dim", 7, "`hidden_state_dim: int = 7`"), ("param_dtype", jnp.bfloat16, "`param_dtype: Any = "),
+        ("cell_type", "lstm", "`cell_type: Any = 'lstm'`"), ("implementation", "xla", "`implementation: Any = 'xla'`"),
+        ("cell_name", "GRUCell_0", "`cell_name: str | None = 'GRUCell_0'`"), ("num_blocks", 2, "`num_blocks: int = 2`"),
+        ("hidden_state_dim", 7, "`hidden_state_dim: int | None = 7`"),
+        ("param_dtype", jnp.bfloat16, "`param_dtype: Any = "),
     ],
 )  # fmt: skip
 def test_attributes_of_a_subclass_without_a_type_raise(base, name, value, line):
@@ -214,6 +216,21 @@ def test_names_and_cells_of_scanned_rnn_are_selectable():
         (linen.ScannedRNN(H, "simple"), "SimpleCell_1"),
     ]:
         assert list(random_variables(rnn, jnp.zeros((B, H)), x)["params"]) == [name]
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, linen.GRUCell, nn.OptimizedLSTMCell, OwnCell])
+def test_a_partial_of_a_cell_class_sets_its_other_options(cell):
+    constants = nn.initializers.constant(0.5), nn.initializers.constant(-0.5)
+    make = functools.partial(cell, kernel_init=constants[0], recurrent_kernel_init=constants[1])
+    scanned, alone = linen.ScannedRNN(cell_type=make), linen.RNN(make(H), time_major=True, return_carry=True)
+    xs, resets = normal(1, (T, B, D)), some_resets((T, B))
+    carry = scanned.initialize_carry(B, H)
+    (got, params), (want, of_cell) = (
+        scanned.init_with_output(jax.random.key(0), carry, (xs, resets)),
+        alone.init_with_output(jax.random.key(0), xs, resets=resets),
+    )
+    assert_identical(params["params"], {f"{cell.__name__}_1": of_cell["params"]["cell"]})
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("dummy", ["none", "without_parent", "after_the_cell"])
@@ -355,7 +372,7 @@ def test_parameters_of_another_cell_are_rejected():
             linen.ScannedRNN(cell_type="rnn"),
             jnp.zeros((B, H)),
             (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
-            "cell_type must be a cell class of linen or one of gru, lstm",
+            "cell_type must be a cell class of linen, a functools.partial of one, or one of gru, lstm",
             id="unknown_cell_type",
         ),
         pytest.param(
