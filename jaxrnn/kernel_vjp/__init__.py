@@ -8,8 +8,8 @@ part of them at a time; and `launch.launch_pass`, which calls `_bridge.launch`. 
 the first gradient.
 """
 
-from jaxrnn.kernel_vjp.mesh import reshard_call
+from jaxrnn.kernel_vjp.mesh import reshard_call, unsupported_sharding
 from jaxrnn.kernel_vjp.run import run_kernels
 from jaxrnn.kernel_vjp.spec import kernel_precision
 
-__all__ = ["kernel_precision", "reshard_call", "run_kernels"]
+__all__ = ["kernel_precision", "reshard_call", "run_kernels", "unsupported_sharding"]
