@@ -482,7 +482,7 @@ def check_reset_state(name: str, state: Any, resets: Array | None, carry: Array,
 
 def check_norm(name: str, norm: Any) -> None:
     """Raises ValueError unless `norm`, which messages call `name`, names the norm of a cell."""
-    if norm not in NORMS:
+    if not isinstance(norm, str) or norm not in NORMS:
         raise ValueError(f'{name} must be "rms" or "layer", got {shown(norm)}; these are RMSNorm and LayerNorm')
 
 

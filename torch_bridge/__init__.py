@@ -23,6 +23,7 @@ def __getattr__(name: str) -> Any:
     if name in ("functional", "nn"):
         return importlib.import_module(f"{__name__}.{name}")
     if name == "explain":
+        importlib.import_module(f"{__name__}._require_torch")
         return importlib.import_module(f"{__name__}.explanation").explain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -20,7 +20,7 @@ class CellSpec:
       gates: width of the input projection as a multiple of H.
       states: the carry, with the hidden state first.
       residuals: what the forward kernel stores at every step for the backward kernel: `(name, width / H)`. The width of
-        "local_grads" is their number, or 4 for three.
+        "local_grads" is their number, or 4 for three: one for each gate, for a last gate that is separate, for a norm.
       packed_residuals: the array of 32-bit words that replaces the residuals where the forward kernel may overwrite
         `xp`: `(name, width / H)`, as wide as `xp`, with one of the names in `residuals`. None if the cell has none.
       last_gate_separate: whether the last gate takes its input projection and its hidden product separately, instead of
@@ -41,6 +41,15 @@ class CellSpec:
     tilings: str
     loops: tuple[str, ...]
     norm: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if "local_grads" has another width, which only derivatives of higher order would show."""
+        count = self.gates + self.last_gate_separate + bool(self.norm)
+        width, given = 4 if count == 3 else count, dict(self.residuals)["local_grads"]
+        if given != width:
+            raise ValueError(
+                f'{self.name}: residuals must have ("local_grads", {width}), got {given}: there are {count}'
+            )
 
     def has_packed_residuals(self, names: Container[str]) -> bool:
         """Returns whether a launch has `packed_residuals`, which pack `carry_gate` into `local_grads`.

@@ -102,7 +102,9 @@ def check_params(caller: str, params: Any, *, framework: str = "", projected: bo
     layout = layout_of(params)
     if layout is None:
         names = alternatives([layout.cell.params.__name__ for layout in LAYOUTS])
-        raise ValueError(f"{caller}: params must be {names}, got {describe_value(params)}; jaxrnn has these classes")
+        raise ValueError(
+            f"{caller}: params must be {names}, got {describe_value(params)}; no other class has a conversion"
+        )
     optional = {"w_hr"}
     arrays = {f"params.{name}": x for name, x in params._asdict().items() if x is not None or name not in optional}
     for name, x in arrays.items():
@@ -162,7 +164,7 @@ def expect(caller: str, params: Any, into: Any) -> Any:
     known = [layout.cell.params for layout in LAYOUTS]
     if into is not None and into not in known:
         names = alternatives([one.__name__ for one in known])
-        raise ValueError(f"{caller}: into must be {names}, got {describe_value(into)}; jaxrnn has these classes")
+        raise ValueError(f"{caller}: into must be {names}, got {describe_value(into)}; no other class has a conversion")
     if into is not None and type(params) is not into:
         raise ValueError(
             f"{caller}: into must be {type(params).__name__}, the class of these weights, got {into.__name__}; leave "

@@ -932,6 +932,18 @@ def run_nnx(cell):
 
 
 @pytest.mark.torch
+def test_each_module_of_torch_bridge_has_a_conversion_or_is_refused(torch):
+    """Row counts alone would take a new cell for one that has as many gates."""
+    from torch_bridge import nn as ours
+
+    converted = {ours.GRU: GRUParams, ours.LSTM: LSTMParams, ours.MGU: MGUParams, ours.RNN: SimpleParams}
+    for module, params in converted.items():
+        assert type(convert.from_torch(module(D, H))) is params
+    recurrent = {x for x in vars(ours).values() if isinstance(x, type) and issubclass(x, torch.nn.RNNBase)}
+    assert recurrent - converted.keys() == {ours.NormGRU}  # the next test says that it is refused
+
+
+@pytest.mark.torch
 def test_weights_of_a_normed_gru_are_not_taken_for_those_of_a_gru(torch):
     from torch_bridge.nn import NormGRU
 

@@ -308,6 +308,7 @@ TABLE = {
         (wrong("simple_rnn", activation=["tanh"]), "got ['tanh']"),
     ],
     "norm_gru": [
+        (norm_gru(norm=np.ones(3)), 'norm_gru: norm must be "rms" or "layer", got an array'),
         (norm_gru(epsilon="a"), "norm_gru: epsilon must be a number, got 'a'; pass a Python float"),
         (norm_gru(epsilon=-1.0), "norm_gru: epsilon must be finite and not negative, got -1.0; the default is 1e-4"),
         (norm_gru(update_bias=None), "norm_gru: update_bias must be a number, got None; pass a Python float"),

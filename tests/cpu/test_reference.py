@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 import jaxrnn
 from jaxrnn import cells, scan
+from torch_bridge.cells import CELLS as SPECS
 
 T, B, H, D = 6, 3, 4, 3
 EXACT = 1e-12  # float64
@@ -31,6 +32,13 @@ def full_precision():
     """Disables TF32, which is XLA's default on a GPU."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+def test_width_of_the_local_gradients_is_checked():
+    """A wrong one would show in derivatives of higher order alone."""
+    wrong = {name: width + (name == "local_grads") for name, width in SPECS["lstm"].residuals}
+    with pytest.raises(ValueError, match=r'lstm: residuals must have \("local_grads", 4\), got 5: there are 4'):
+        dataclasses.replace(SPECS["lstm"], residuals=tuple(wrong.items()))
 
 
 def random_like(tree, seed=0):
