@@ -48,7 +48,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and
 help:
 	@echo "make demo           train a recurrent PPO agent, print a table, draw its learning curve (DEMO_ARGS=\"...\")"
 	@echo "make test           run the quick tests, some minutes: every cell, time loop and front once (ARGS=\"-k gru\")"
-	@echo "make test-all       run these and all other tests, an hour"
+	@echo "make test-all       run these and all other tests, some 40 minutes"
 	@echo "make lint           ruff: lint and format, check only"
 	@echo "make format         ruff: fix and format"
 	@echo "make types          mypy"

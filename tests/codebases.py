@@ -73,8 +73,8 @@ def purejaxrl(cell="GRUCell"):
     return ScannedRNN
 
 
-def jaxmarl_ppo():
-    """JaxMARL's `ippo_rnn*.py` and `mappo_rnn*.py`: the state is as wide as the inputs."""
+def jaxmarl_ppo(**options):
+    """JaxMARL's `ippo_rnn*.py` and `mappo_rnn*.py`, with options of the cell: the state is as wide as the inputs."""
 
     class ScannedRNN(nn.Module):
         @over_time
@@ -82,7 +82,7 @@ def jaxmarl_ppo():
         def __call__(self, carry, x):
             ins, resets = x
             carry = restart(resets, self.initialize_carry(*carry.shape), carry)
-            return nn.GRUCell(features=ins.shape[1])(carry, ins)
+            return nn.GRUCell(features=ins.shape[1], **options)(carry, ins)
 
         @staticmethod
         def initialize_carry(batch_size, hidden_size):

@@ -159,9 +159,20 @@ def make_train(networks, initialize_carry, init_batch, batch, average: Callable[
 # --- the ScannedRNN of policy gradients ------------------------------------------------------------------------------
 
 
-def test_your_own_class():
-    """The class has an LSTM, under the name that it has if no dummy cell is created."""
-
+@pytest.mark.parametrize(
+    ("section", "theirs", "path"),
+    [
+        # an LSTM, under the name that it has if no dummy cell is created
+        ("names, and LSTMs", lambda: codebases.purejaxrl("LSTMCell"), "LSTMCell_0/hi/bias"),
+        (
+            "options of its cell",
+            lambda: codebases.jaxmarl_ppo(kernel_init=nn.initializers.orthogonal()),
+            "GRUCell_1/hn/bias",
+        ),
+    ],
+    ids=["names", "options"],
+)
+def test_your_own_class(section, theirs, path):
     def run(rnn):
         init, train = make_train(
             [ActorCritic(rnn, embedding=H)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,)
@@ -169,9 +180,9 @@ def test_your_own_class():
         variables = init(jax.random.key(11))
         return variables, jax.jit(train)(variables, jax.random.key(0))
 
-    ours = documented("Your own class: names, and LSTMs", "ScannedRNN", None)
-    paths = both("own", run, codebases.purejaxrl("LSTMCell"), ours)
-    assert "network_0/params/ScannedRNN_0/LSTMCell_0/hi/bias" in paths
+    ours = documented(f"Your own class: {section}", "ScannedRNN", None)
+    paths = both(section, run, theirs(), ours)
+    assert f"network_0/params/ScannedRNN_0/{path}" in paths
 
 
 @pytest.mark.quick("implementation")

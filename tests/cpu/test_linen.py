@@ -603,7 +603,7 @@ def test_the_key_of_the_carry_is_used_once(cell, how, resets):
         rnn = getattr(linen, of_cell[cell])(H, carry_init=RANDOM, num_layers=2, bidirectional=how == "bidirectional")
     else:
         make = getattr(linen if how == "fused" else LINEN, cell)
-        other = {} if how != "scanned" or cell == "NormGRUCell" else {"activation_fn": lambda x: nn.tanh(x)}
+        other = {} if how != "scanned" or cell not in WITH_GATE_FN else {"activation_fn": lambda x: nn.tanh(x)}
         rnn = linen.RNN(make(H, carry_init=RANDOM, **other))
     xs, key = rnn_inputs(False), jax.random.key(0)
     variables = jax.eval_shape(rnn.init, key, xs)
@@ -1004,7 +1004,7 @@ def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
             return self.rnn(xs, initial_carry=carry, reset_carry=reset_carry, resets=resets, **options)
 
     fused = Call(linen.RNN(getattr(linen, cell)(H), return_carry=True))
-    if cell == "NormGRUCell":  # it has no `activation_fn`, but the cell in Flax's layers has its parameters
+    if cell not in WITH_GATE_FN:  # it has no `activation_fn`, but the cell in Flax's layers has its parameters
         other = LINEN.NormGRUCell(H)
     else:
         other = getattr(linen, cell)(H, activation_fn=lambda x: nn.tanh(x))

@@ -496,7 +496,7 @@ def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
             lens = None if lengths is None else jnp.array(lengths)
             return self.rnn(xs, initial_carry=carry, resets=resets, reset_carry=new, seq_lengths=lens)
 
-    if cell == "NormGRUCell":  # it has no `activation_fn`, but the cell in Flax's layers has its parameters
+    if cell not in WITH_GATE_FN:  # it has no `activation_fn`, but the cell in Flax's layers has its parameters
         scanned, ours = (Call(make(source, cell)) for source in (NNX, fused))
     else:
         scanned, ours = (Call(make(fused, cell, **options)) for options in ({"activation_fn": tanh}, {}))
