@@ -190,10 +190,10 @@ def claim() -> str:
     where = "" if gpu("ppo", AGENTS) == gpu("scripts") else f" on an {gpu('ppo', AGENTS)}"
     return prose(
         f"**purejaxrl's PPO on CartPole trains {times(min(swapped))} to {times(max(swapped))} times as fast** on an "
-        f"{gpu('scripts')} with `ScannedRNN` imported from here; in Craftax, where the environment takes the time, "
-        f"{times(craftax)} times. In the PPO of our example, on CartPole without velocities, {ours.seeds} seeds under "
-        f"`vmap` run {speed(ours.value)} steps/s{where}, and {speed(flax.value)} with Flax's GRU; mean returns, of at "
-        f"most 1, with 95 % intervals: {final_return(ours)} and {final_return(flax)}."
+        f"{gpu('scripts')} with `ScannedRNN` imported from here; Craftax_Baselines' PPO, where the environment takes "
+        f"the time, {times(craftax)} times. Our example's PPO, on CartPole without velocities, runs {ours.seeds} seeds "
+        f"under `vmap` at {speed(ours.value)} steps/s{where}, and at {speed(flax.value)} with Flax's GRU. Its mean "
+        f"return, at most 1, is {final_return(ours)}, with Flax's {final_return(flax)}; in brackets 95 % intervals."
     )
 
 
@@ -262,7 +262,8 @@ def readme_recurrences() -> str:
     """Five rows of suite `headline` in TF32."""
     labels = "GRU 64,128,128", "GRU 2048,256,128", "GRU 512,32,1024", "GRU 8,1024,256", "LSTM 1024,128,256"
     ms = figures("headline")
-    return together(recurrences(ms, labels, [*PEERS][:4], 1), prose(ahead(ms)))
+    every = ahead(ms).replace(" rows ", " rows of [the whole table](docs/performance.md) ", 1)
+    return together(recurrences(ms, labels, [*PEERS][:4], 1), prose(every))
 
 
 def all_recurrences() -> str:
