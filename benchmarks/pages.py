@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     Figures = dict[tuple[str, str], float]  # by case and provider
 
 ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/pytorch.md", "site/home.md"))
+PAGES = tuple(
+    ROOT / page for page in ("README.md", "docs/performance.md", "docs/norms.md", "docs/pytorch.md", "site/home.md")
+)
 # The folders of the results that the pages show, and those of this repository's agents among them.
 DEVICE, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"
 AGENTS = DEVICE

@@ -1,8 +1,8 @@
 """JAX and PyTorch share memory without copies, and without races while memory is freed and reused.
 
-As docs/pytorch.md requires, an object that the other framework reads is kept until that framework has read it: every
-round is finished, and its objects are released, two rounds later. The rounds wait for nothing else, because the streams
-order the work.
+As docs/pytorch_transformations.md requires, an object that the other framework reads is kept until that framework has
+read it: every round is finished, and its objects are released, two rounds later. The rounds wait for nothing else,
+because the streams order the work.
 """
 
 import collections
