@@ -307,11 +307,15 @@ def few_sequences() -> str:
 
 
 def episodes() -> str:
-    """The times of sequences whose episodes run side by side, by how episodes begin."""
+    """The times of sequences whose episodes run side by side, by how episodes begin: half of the cases."""
     ms = figures("episodes")
     measured = {provider for _, provider in ms}
     peers = [heading for heading, providers in PEERS.items() if providers[0] in measured]
-    table = recurrences(ms, dict.fromkeys(case for case, _ in ms), peers, 2)
+    lengths = {128: (0, 25), 1024: (0, 52)}  # of MPE's episodes, and POPGym's
+    left_out = {
+        str(case) for case in cases.EPISODES if case.episode not in lengths[case.T] or case.reset_rate > 0.01
+    }  # fmt: skip
+    table = recurrences(ms, [case for case in dict.fromkeys(case for case, _ in ms) if case not in left_out], peers, 2)
     sentences = [ahead(ms), *(["A `-` is not measured."] if "| - |" in table else []), measured_on("episodes")]
     return together(table, prose(*sentences))
 

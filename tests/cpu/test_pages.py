@@ -126,6 +126,8 @@ def test_the_table_of_episodes_has_the_peers_with_a_figure(monkeypatch):
     assert "not measured" not in pages.episodes()
     found["GRU 8,8,8", "torchrl"] = 3.0
     assert "| Flax | TorchRL Triton |\n" in pages.episodes()
+    found["GRU 8,1024,256 resets 10 %", "jaxrnn"] = found["GRU 8,1024,256 episodes of 52", "jaxrnn"] = 1.0
+    assert "resets 10 %" not in (shown := pages.episodes()) and "episodes of 52" in shown and "In 3 rows" in shown
 
 
 def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
