@@ -202,7 +202,6 @@ def _choose(spec: RecurrenceSpec, call: Call, implementation: Implementation, ca
         """Returns the end of the sentence "the Triton implementation ...", or None if the kernels can run."""
         arrays = jax.tree.leaves((states, xs, params))
         reason = _bridge.symbolic_size(arrays) or _bridge.unsupported([x.dtype for x in arrays], hidden)
-        reason = reason or kernel_vjp.unsupported_sharding(xs, spec.time_major)
         if reason is not None or kernel_vjp.kernel_precision(precision, hidden) is not None:
             return reason
         used = jax.config.jax_default_matmul_precision if precision is None else precision  # type: ignore[attr-defined]

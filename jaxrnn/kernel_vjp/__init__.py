@@ -8,8 +8,8 @@ is for explicit meshes, `projected_state` for states with a projection, and `tan
 for derivatives beyond the first gradient.
 """
 
-from jaxrnn.kernel_vjp.mesh import reshard_call, unsupported_sharding
+from jaxrnn.kernel_vjp.mesh import reshard_call
 from jaxrnn.kernel_vjp.run import run_kernels
 from jaxrnn.kernel_vjp.spec import kernel_precision
 
-__all__ = ["kernel_precision", "reshard_call", "run_kernels", "unsupported_sharding"]
+__all__ = ["kernel_precision", "reshard_call", "run_kernels"]

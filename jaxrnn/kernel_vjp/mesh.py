@@ -21,15 +21,14 @@ def batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:
     return batch_axes if any(axis is not None for axis in batch_axes) else ()
 
 
-def unsupported_sharding(xs: Array, time_major: bool) -> str | None:
-    """Returns the end of the sentence "the Triton implementation ..." if time or features are sharded, or None."""
+def check_only_batch_axes_sharded(xs: Array, time_major: bool) -> None:
+    """Raises NotImplementedError if the time or feature axis of `xs` is sharded over an explicit mesh."""
     spec = sharding.spec_of(xs)
-    if all(axis is None for axis in (spec[0] if time_major else spec[-2], spec[-1])):
-        return None
-    return (
-        f"needs time and features unsharded, but xs is sharded as {spec}: use jax.reshard to shard xs over batch axes "
-        'only, or pass implementation="xla"'
-    )
+    if any(axis is not None for axis in (spec[0] if time_major else spec[-2], spec[-1])):
+        raise NotImplementedError(
+            f"the Triton implementation needs time and features unsharded, but xs is sharded as {spec}: use "
+            'jax.reshard to shard xs over batch axes only, or pass implementation="xla"'
+        )
 
 
 def partition_specs(

@@ -16,7 +16,7 @@ from jaxrnn.call import Call, RecurrenceSpec
 from jaxrnn.kernel_vjp import projected_state
 from jaxrnn.kernel_vjp.chunks import chunk_steps
 from jaxrnn.kernel_vjp.layout import run_canonical
-from jaxrnn.kernel_vjp.mesh import batch_spec, partition_specs
+from jaxrnn.kernel_vjp.mesh import batch_spec, check_only_batch_axes_sharded, partition_specs
 
 
 def run_kernels(spec: RecurrenceSpec, call: Call) -> Any:
@@ -28,6 +28,7 @@ def run_kernels(spec: RecurrenceSpec, call: Call) -> Any:
     """
     bidirectional = spec.reverse == "bidirectional"
     on_device = functools.partial(_run_both_directions if bidirectional else _run_on_device, spec)
+    check_only_batch_axes_sharded(call.xs, spec.time_major)
     batch_axes = batch_spec(call.xs, spec.time_major)
     if not batch_axes:
         return on_device(sharding.replicate(call))
