@@ -138,8 +138,8 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
-def ahead(ms: Figures, ours: Sequence[str] = OURS) -> str:
-    """Returns a sentence with what is faster than ours of the same precision, and where."""
+def ahead(ms: Figures, ours: Sequence[str] = OURS, of: str = "") -> str:
+    """Returns a sentence with what is faster than ours of the same precision, and where; `of` follows "rows"."""
     faster = []
     for heading, providers in PEERS.items():
         for provider, name, precision in zip(providers, ours, ("TF32", "bfloat16"), strict=False):
@@ -148,7 +148,7 @@ def ahead(ms: Figures, ours: Sequence[str] = OURS) -> str:
                 if ratio < 1:
                     faster.append(f"{heading}, {ratio:.2f} of our time for {case} in {precision}")
     rows = len({case for case, name in ms if name in ours})
-    return f"In {rows} rows (TF32, bfloat16), faster than ours: {'; '.join(faster) or 'none'}."
+    return f"In {rows} rows{of} (TF32, bfloat16), faster than ours: {'; '.join(faster) or 'none'}."
 
 
 # Whole agents.
@@ -264,8 +264,8 @@ def readme_recurrences() -> str:
     """Five rows of suite `headline` in TF32."""
     labels = "GRU 64,128,128", "GRU 2048,256,128", "GRU 512,32,1024", "GRU 8,1024,256", "LSTM 1024,128,256"
     ms = figures("headline")
-    every = ahead(ms).replace(" rows ", " rows of [the whole table](docs/performance.md) ", 1)
-    return together(recurrences(ms, labels, [*PEERS][:4], 1), prose(every))
+    sentence = ahead(ms, of=" of [the whole table](docs/performance.md)")
+    return together(recurrences(ms, labels, [*PEERS][:4], 1), prose(sentence))
 
 
 def all_recurrences() -> str:
@@ -311,10 +311,11 @@ def episodes() -> str:
     ms = figures("episodes")
     measured = {provider for _, provider in ms}
     peers = [heading for heading, providers in PEERS.items() if providers[0] in measured]
-    lengths = {128: (0, 25), 1024: (0, 52)}  # of MPE's episodes, and POPGym's
     left_out = {
-        str(case) for case in cases.EPISODES if case.episode not in lengths[case.T] or case.reset_rate > 0.01
-    }  # fmt: skip
+        str(case)
+        for case in cases.EPISODES
+        if case.reset_rate > 0.01 or case.episode not in (0, 25 if case.T <= 128 else 52)  # of MPE, and of POPGym
+    }
     table = recurrences(ms, [case for case in dict.fromkeys(case for case, _ in ms) if case not in left_out], peers, 2)
     sentences = [ahead(ms), *(["A `-` is not measured."] if "| - |" in table else []), measured_on("episodes")]
     return together(table, prose(*sentences))
